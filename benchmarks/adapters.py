@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import halfstep
-from halfstep.clock import compare, interleaved
-from halfstep.measure.conditions import conditions, in_words
+from halfstep.clock import compare_paired_times, iterate_interleaved_times
+from halfstep.measure.conditions import collect_conditions, describe_conditions
 
 RECORD = Path(__file__).with_suffix(".json")
 WARM_UP = 5
@@ -201,11 +201,15 @@ ARMS = {"own": False, "aa": False, "ours": True}
 def rounds_of(name: str, steps: int, pairs: int) -> Iterator[dict[str, float]]:
     """Yield the seconds of a step of each arm, for each pair."""
     if name in RUNS:
-        yield from interleaved({arm: partial(RUNS[name], steps, ours) for arm, ours in ARMS.items()}, pairs)
+        yield from iterate_interleaved_times(
+            {arm: partial(RUNS[name], steps, ours) for arm, ours in ARMS.items()}, pairs
+        )
         return
     for _ in range(pairs):
         loops = {arm: STEPS[name](steps, ours) for arm, ours in ARMS.items()}
-        turns = list(interleaved({arm: partial(seconds_of_next, loop) for arm, loop in loops.items()}, steps))
+        turns = list(
+            iterate_interleaved_times({arm: partial(seconds_of_next, loop) for arm, loop in loops.items()}, steps)
+        )
         yield {arm: statistics.median(turn[arm] for turn in turns[WARM_UP:]) for arm in ARMS}
 
 
@@ -222,12 +226,12 @@ def measured(name: str, steps: int, pairs: int, told: Callable[[int], None]) -> 
         rounds.append(times)
         told(len(rounds))
     own, aa, ours = ([times[arm] for times in rounds] for arm in ARMS)
-    ratio = compare(ours, own)
+    ratio = compare_paired_times(ours, own)
     return {
         "ratio": round(ratio.median, 4),
         "low": round(ratio.low, 4),
         "high": round(ratio.high, 4),
-        "aa": round(compare(aa, own).median, 4),
+        "aa": round(compare_paired_times(aa, own).median, 4),
         "step_ms": round(statistics.median(own) * 1e3, 3),
         "added_us": round(ratio.added_seconds * 1e6, 1),
     }
@@ -243,7 +247,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    before, found = conditions(), {}
+    before, found = collect_conditions(), {}
     for name in given.only or LOOPS:
         begun = time.monotonic()
 
@@ -260,7 +264,7 @@ def main() -> None:
     if given.json:
         print(json.dumps(report))
         return
-    print(in_words(before))
+    print(describe_conditions(before))
     for name, row in found.items():
         print(f"{name:>13}: {row}")
     print("adapters " + " ".join(f"{name}={row['ratio']:.3f}" for name, row in found.items()))

@@ -30,8 +30,8 @@ Make = Callable[[], Callable[[], object]]
 class Comparison(NamedTuple):
     """The time of a step in this checkout relative to the other, and that of the other relative to itself."""
 
-    new: clock.Ratio
-    aa: clock.Ratio
+    new: clock.TimeRatio
+    aa: clock.TimeRatio
 
 
 class Worker:
@@ -82,7 +82,7 @@ def answer(arms: Mapping[str, Make]) -> None:
         if arm not in built:
             built.clear()  # one model at a time
             built[arm] = arms[arm]()
-        print(clock.seconds(built[arm], calls), file=answers, flush=True)
+        print(clock.measure_call_seconds(built[arm], calls), file=answers, flush=True)
 
 
 def compare(
@@ -97,9 +97,9 @@ def compare(
         # The first calls build the arm and allocate.
         step = min(timer() for timer in timers.values() for _ in range(WARM_UP))
         turns = pairs or (SLOW_PAIRS if step > SLOW else PAIRS)
-        rounds = list(clock.interleaved(timers, turns))
+        rounds = list(clock.iterate_interleaved_times(timers, turns))
         times = {name: [each[name] for each in rounds] for name in timers}
-        new, aa = (clock.compare(times[name], times["old"]) for name in ("new", "aa"))
+        new, aa = (clock.compare_paired_times(times[name], times["old"]) for name in ("new", "aa"))
         found[arm] = Comparison(new, aa)
         print(_line(arm, found[arm]), file=sys.stderr, flush=True)
     for worker in workers.values():

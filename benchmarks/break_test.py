@@ -39,8 +39,8 @@ from faults import rig  # noqa: E402
 from halfstep.checkpoint.paths import CHECKPOINTS  # noqa: E402
 from halfstep.files import read_json, write_json  # noqa: E402
 from halfstep.journal.jsonl import JOURNAL  # noqa: E402
-from halfstep.measure.conditions import conditions, in_words  # noqa: E402
-from halfstep.train.status import status_file  # noqa: E402
+from halfstep.measure.conditions import collect_conditions, describe_conditions  # noqa: E402
+from halfstep.train.status import name_status_file  # noqa: E402
 from tests.support.commands import Command  # noqa: E402
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -694,7 +694,7 @@ def use_of(pid: int, run: Path) -> Use:
     process = psutil.Process(pid)
     saved = sum(file.stat().st_size for file in (run / CHECKPOINTS).rglob("*") if file.is_file())
     resident = process.memory_info().rss
-    status = read_json(run / status_file(0)) or {}
+    status = read_json(run / name_status_file(0)) or {}
     return Use(int(status.get("step", 0)), resident, process.num_fds(), process.num_threads(), saved)
 
 
@@ -750,7 +750,7 @@ def main() -> None:
             failed = failed or found["held"] != found["tried"]
             if asked.record:
                 record(found)
-    print(in_words(conditions()))
+    print(describe_conditions(collect_conditions()))
     sys.exit(int(failed))
 
 
@@ -792,7 +792,7 @@ def record(found: dict[str, object]) -> None:
     """Put a row into its place; rows that were not run stay."""
     kept = json.loads(RECORD.read_text()) if RECORD.exists() else {"rows": []}
     rows = {one["name"]: one for one in (*kept["rows"], found)}
-    content = {"command": "python benchmarks/break_test.py --record", "conditions": conditions()}
+    content = {"command": "python benchmarks/break_test.py --record", "conditions": collect_conditions()}
     write_json(RECORD, {**content, "rows": [rows[name] for name in ROWS if name in rows]})
 
 

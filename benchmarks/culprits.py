@@ -24,11 +24,11 @@ from torch import nn
 
 from halfstep import Stepper
 from halfstep.errors import Diverged
-from halfstep.guard.diagnosis.diagnose import diagnose
+from halfstep.guard.diagnosis.diagnose import diagnose_attempt
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import WARM_UP, Cause, GuardEvent, Verdict
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.loss import DynamicScale, LossScale
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _guarded(scene: Scene, precision: str, found: list[Verdict]) -> Guardian:
     """A guardian that adds what it says to `found`, and never ends a run by itself."""
     scale: LossScale | None = DynamicScale(init_scale=scene.scale) if precision == "fp16" else None
     optimizer = scene.optimizer(scene.model, scene.rate)
-    named = precision_named(precision)
+    named = resolve_precision_name(precision)
     stepper = Stepper(scene.model, optimizer, precision=named, loss_scale=scale, observe=False, **scene.options)
 
     def on_event(told: GuardEvent) -> None:
@@ -132,7 +132,7 @@ def false_verdicts(seed: int) -> tuple[int, list[str]]:
     stepper = Stepper(
         model,
         optimizer,
-        precision=precision_named("fp16"),
+        precision=resolve_precision_name("fp16"),
         loss_scale=DynamicScale(init_scale=scale),
         observe=False,
     )
@@ -140,7 +140,7 @@ def false_verdicts(seed: int) -> tuple[int, list[str]]:
     while not (report := stepper.step(loss_fn, batch)).applied:
         assert stepper.attempt is not None
         assert report.reason is not None
-        verdict = diagnose(model, stepper.attempt, precision=stepper.precision, reason=report.reason)
+        verdict = diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=report.reason)
         skipped += 1
         if verdict.cause != WARM_UP:
             wrong.append(verdict.sentence)

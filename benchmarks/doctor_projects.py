@@ -43,7 +43,7 @@ import yaml
 from halfstep.doctor.fixing import plan_fixes
 from halfstep.doctor.located import LocatedFinding
 from halfstep.doctor.patch import write_texts
-from halfstep.doctor.project_check import examine_project, report_of
+from halfstep.doctor.project_check import build_project_report, examine_project
 
 CORPUS = Path(__file__).with_suffix("")
 HEALTHY = " (healthy)"
@@ -164,7 +164,7 @@ def check(project: Project) -> Outcome:
         expected = Counter(_wherever(project.expected, places))
         false = [str(place) for place in (Counter(places) - expected).elements()]
         missed = [str(place) for place in (expected - Counter(places)).elements()]
-        ready = report_of(*examined).status.aligned
+        ready = build_project_report(*examined).status.aligned
         verdicts = [] if project.ready in (None, ready) else [f"ready: {'yes' if ready else 'no'}"]
         return Outcome(project, len(places), false, missed, _wrong_edits(project, root, found), verdicts)
 

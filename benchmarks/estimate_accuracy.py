@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.measure.conditions import conditions, in_words
+from halfstep.measure.conditions import collect_conditions, describe_conditions
 from halfstep.measure.memory.ledger import Ledger
 
 WITHIN = 0.03
@@ -215,7 +215,7 @@ ALL: dict[str, tuple[Callable[[int], Parts], tuple[int, ...]]] = {**MODELS, **HE
 
 def measure(name: str, size: int, precision: str) -> int:
     """The peak of a real second update, in this process."""
-    from halfstep.measure.candidate import peak_bytes
+    from halfstep.measure.candidate import measure_peak_bytes
 
     torch.manual_seed(0)
     model, loss_fn, batch = ALL[name][0](size)
@@ -231,7 +231,7 @@ def measure(name: str, size: int, precision: str) -> int:
     update()
     held = [*model.parameters(), *model.buffers(), *(batch if isinstance(batch, tuple) else (batch,))]
     held += [tensor for state in optimizer.state.values() for tensor in state.values()]
-    return peak_bytes(update, torch.device("cpu"), held)
+    return measure_peak_bytes(update, torch.device("cpu"), held)
 
 
 def measured_elsewhere(name: str, size: int, precision: str) -> int:
@@ -243,11 +243,11 @@ def measured_elsewhere(name: str, size: int, precision: str) -> int:
 
 
 def predict(name: str, size: int, precision: str) -> Ledger:
-    from halfstep.measure.case import case_of
-    from halfstep.measure.memory.estimate import ledger_of
+    from halfstep.measure.case import build_case
+    from halfstep.measure.memory.estimate import estimate_ledger
     from halfstep.measure.setting import StepSetting
 
-    return ledger_of(lambda: case_of(*ALL[name][0](size)), StepSetting(precision))
+    return estimate_ledger(lambda: build_case(*ALL[name][0](size)), StepSetting(precision))
 
 
 @dataclass(frozen=True)
@@ -306,9 +306,9 @@ def main() -> None:
         return
     names = options.only or [*MODELS, *HELD_OUT]
     wanted = [(n, s, p) for n in names for p in PRECISIONS for s in ALL[n][1]]
-    found = conditions("cpu")
+    found = collect_conditions("cpu")
     if not options.json:
-        print(in_words(found))
+        print(describe_conditions(found))
         print(f"{'model':<20} in    batch  predicted    measured MiB  error  seconds")
     cells: list[Cell] = []
     began = time.perf_counter()

@@ -284,10 +284,10 @@ def main() -> None:
     parser.add_argument("--only", choices=list(MODELS), action="append", help="these models")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     options = parser.parse_args()
-    from halfstep.measure.conditions import conditions, in_words
+    from halfstep.measure.conditions import collect_conditions, describe_conditions
 
-    found = conditions("cpu")
-    print(in_words(found))
+    found = collect_conditions("cpu")
+    print(describe_conditions(found))
     names = [n for n in options.only or MODELS if importlib.util.find_spec(MODELS[n][0])]
     rows = []
     # A process for each: the allocator's events of one model must not meet those of another.

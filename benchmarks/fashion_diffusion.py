@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.draw.images import enlarged, grid, write_png
-from halfstep.measure.conditions import busy, conditions, in_words
-from halfstep.runs.finished import Finished, open_finished
-from halfstep.terminal import progress
+from halfstep.draw.images import enlarge_picture, join_picture_grid, write_png
+from halfstep.measure.conditions import collect_conditions, describe_conditions, describe_load_problem
+from halfstep.runs.finished import FinishedRun, open_finished
+from halfstep.terminal import display_progress
 from halfstep.train.run_folder import RECIPE, RESULT
 from halfstep.train.task import Picture, Task
 
@@ -52,9 +52,9 @@ def trained(out: Path, precision: str) -> tuple[dict[str, Any], float]:
     return results, (second / RESULT).stat().st_mtime - (first / RECIPE).stat().st_mtime
 
 
-def sampled(finished: Finished, count: int) -> list[Picture]:
+def sampled(finished: FinishedRun, count: int) -> list[Picture]:
     torch.manual_seed(0)
-    with progress("sampling", "steps") as on_progress, finished.choice.precision.inference(finished.device):
+    with display_progress("sampling", "steps") as on_progress, finished.choice.precision.inference(finished.device):
         return finished.task.sample(finished.model, count, on_progress)
 
 
@@ -79,7 +79,7 @@ def judge_of(images: Tensor, labels: Tensor) -> nn.Module:
     steps = EPOCHS * (len(images) // 256)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    with progress("the judge learns", "steps") as on_progress:
+    with display_progress("the judge learns", "steps") as on_progress:
         for step in range(steps):
             chosen = torch.randint(len(images), (256,))
             F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
@@ -136,12 +136,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name} and docs/{SHOWN.name}")
     given = parser.parse_args()
-    here = conditions("cpu")
+    here = collect_conditions("cpu")
     found, pictures = measure(given.out, given.precision, given.samples)
     command = " ".join(["python", "benchmarks/fashion_diffusion.py", *sys.argv[1:]])
     found = {"command": command, "conditions": here, **found}
     rows = [pictures[row * CLASSES : (row + 1) * CLASSES] for row in range(ROWS)]
-    shown = grid([[enlarged(picture, 64) for picture in row] for row in rows])
+    shown = join_picture_grid([[enlarge_picture(picture, 64) for picture in row] for row in rows])
     write_png(given.out / "samples.png", shown)
     if given.record:
         RECORD.write_text(json.dumps(found, indent=1) + "\n")
@@ -149,8 +149,8 @@ def main() -> None:
     if given.json:
         print(json.dumps(found, indent=1))
         return
-    print(in_words(here))
-    if busy(here):
+    print(describe_conditions(here))
+    if describe_load_problem(here):
         print("the machine was busy: take the time with care")
     print(" ".join(f"{name} {seconds:.0f} s" for name, seconds in found["seconds_of"].items()))
     print(f"of each class: {' '.join(f'{share:.2f}' for share in found['accuracy_of_each_class'])}")

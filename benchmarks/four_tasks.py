@@ -18,13 +18,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from halfstep.measure.conditions import busy, conditions, in_words
-from halfstep.measure.memory.estimate import ledger_of
+from halfstep.measure.conditions import collect_conditions, describe_conditions, describe_load_problem
+from halfstep.measure.memory.estimate import estimate_ledger
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.timing import race, warm
+from halfstep.measure.timing import race_candidates, warm_up_candidate
 from halfstep.measure.worker_process import CandidateProcess
-from halfstep.terminal import progress
+from halfstep.terminal import display_progress
 
 RECORD = Path(__file__).with_suffix(".json")
 TABLE = RECORD.with_suffix(".md")
@@ -41,7 +41,7 @@ def memory(subject: Subject, setting: StepSetting) -> dict[str, int]:
     with CandidateProcess(subject, setting, "cpu") as arm:
         arm.open()
         counted = arm.memory()
-    ledger = ledger_of(subject.open, setting)
+    ledger = estimate_ledger(subject.open, setting)
     return {"predicted": ledger.peak - ledger.at_peak["average"], "counted": counted}
 
 
@@ -53,8 +53,10 @@ def speed(subject: Subject, settings: dict[str, StepSetting], pairs: int, name: 
         }
         for arm in arms.values():
             arm.open()
-            warm(arm)
-        found = race(arms, baseline="fp32", pairs=pairs, progress=stack.enter_context(progress(name, "pairs")))
+            warm_up_candidate(arm)
+        found = race_candidates(
+            arms, baseline="fp32", pairs=pairs, progress=stack.enter_context(display_progress(name, "pairs"))
+        )
     return {arm: found.speeds[arm].as_dict() for arm in ARMS}
 
 
@@ -109,18 +111,18 @@ def main() -> None:
     unknown = sorted(set(given.tasks) - set(SUBJECTS))
     if unknown:
         parser.error(f"no task {unknown[0]!r}; there are {', '.join(SUBJECTS)}")
-    here = conditions("cpu")
+    here = collect_conditions("cpu")
     tasks = {name: measure(name, given.pairs) for name in given.tasks or SUBJECTS}
     command = " ".join(["python", "benchmarks/four_tasks.py", *sys.argv[1:]])
     found = {"command": command, "conditions": here, "tasks": tasks}
     if given.record:
         RECORD.write_text(json.dumps(found, indent=1) + "\n")
-        TABLE.write_text(f"Made by `{command}` on {in_words(here)}.\n\n{table(tasks)}\n")
+        TABLE.write_text(f"Made by `{command}` on {describe_conditions(here)}.\n\n{table(tasks)}\n")
     if given.json:
         print(json.dumps(found, indent=1))
         return
-    print(in_words(here))
-    if busy(here):
+    print(describe_conditions(here))
+    if describe_load_problem(here):
         print("the machine was busy: take these figures with care")
     print(f"{table(tasks)}\n{last_line(tasks)}")
 

@@ -33,7 +33,7 @@ from halfstep.guard.guardian import Guardian
 from halfstep.guard.monitors.monitors import FIRST, Meters
 from halfstep.guard.repair.snapshot import RollbackSnapshot
 from halfstep.guard.streak import Limits
-from halfstep.measure.conditions import busy, conditions, in_words
+from halfstep.measure.conditions import collect_conditions, describe_conditions, describe_load_problem
 
 RECORD = Path(__file__).with_suffix(".json")
 EVERY, KEEP_EVERY = 50, Limits().keep_every
@@ -93,7 +93,7 @@ class Made:
         stepper.step(loss_fn, batch)
         snapshot = RollbackSnapshot(stepper)
         snapshot.take()
-        return statistics.median(clock.seconds(snapshot.take, 1) for _ in range(COPIES))
+        return statistics.median(clock.measure_call_seconds(snapshot.take, 1) for _ in range(COPIES))
 
 
 def quiet(told: object) -> None:
@@ -141,8 +141,8 @@ def measure(made: Made, pairs: int) -> dict[str, Any]:
         for _ in range(3):
             step()
     reads = {name: host_reads(arms[name]) for name in ("none", "watch", "repair", "sampled")}
-    ratios = clock.ratios(arms, baseline="none", pairs=pairs, progress=show)
-    step_seconds = clock.seconds(arms["none"], 3)
+    ratios = clock.measure_time_ratios(arms, baseline="none", pairs=pairs, progress=show)
+    step_seconds = clock.measure_call_seconds(arms["none"], 3)
     arms.clear()
     copy = made.copying() / step_seconds
     r = {name: ratio.median for name, ratio in ratios.items()}
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
-    here = conditions("cpu")
+    here = collect_conditions("cpu")
     command = " ".join(["python", "benchmarks/guard_cost.py", *sys.argv[1:]])
     about = {"command": command, "model": f"resnet50, batch {given.batch}, {given.size}x{given.size}, channels_last"}
     found = {**about, "conditions": here, **measure(Made(given.batch, given.size), given.pairs)}
@@ -196,9 +196,9 @@ def main() -> None:
     if given.json:
         print(json.dumps(found, indent=1))
         return
-    print(f"{about['model']}; {in_words(here)}")
-    if busy(here):
-        print(busy(here))
+    print(f"{about['model']}; {describe_conditions(here)}")
+    if describe_load_problem(here):
+        print(describe_load_problem(here))
     print(page(found))
 
 

@@ -97,7 +97,7 @@ def hostile(folder: Path) -> Iterator[Row]:
 def flipped(folder: Path) -> Iterator[Row]:
     """Index a shard, change a byte of the index or of the shard, and read every sample."""
     from halfstep.data.shard_index import write_index
-    from halfstep.data.shards import shard_set_at
+    from halfstep.data.shards import build_shard_set
 
     samples = b"".join(member(b"%06d.jpg" % n, b"image %d" % n) + member(b"%06d.cls" % n, b"1") for n in range(1536))
     for name, change in CHANGES.items():
@@ -105,7 +105,7 @@ def flipped(folder: Path) -> Iterator[Row]:
         root.parent.mkdir()
         root.write_bytes(samples + bytes(1024))
         path = Path(f"{root}.index")
-        write_index(root, shard_set_at(root), lambda done, of: None)
+        write_index(root, build_shard_set(root), lambda done, of: None)
         change(path, root)
         os.utime(path)  # not older than the shard: as if the shard had been written by a system without times
         yield run(root, name, READ, str(path))

@@ -143,7 +143,7 @@ def measure(place: Path, samples: int) -> dict[str, float | int]:
 
 def write_large(folder: Path, samples: int) -> None:
     """Write some real shards, sparse files for the others, and an index of all."""
-    from halfstep.data.shard_index import pack, write_packed
+    from halfstep.data.shard_index import pack_shard_rows, write_packed_shards
     from halfstep.data.shard_scan import ShardRows, scan_shard
 
     shards = samples // PER_SHARD
@@ -154,7 +154,7 @@ def write_large(folder: Path, samples: int) -> None:
     def packed() -> object:
         for number, name in enumerate(names):
             if number < REAL:
-                yield pack(scan_shard(folder / name))
+                yield pack_shard_rows(scan_shard(folder / name))
                 continue
             sizes = random_.integers(400, 150_000, PER_SHARD)
             blocks = 2 + -(-sizes // 512) + 2
@@ -163,13 +163,13 @@ def write_large(folder: Path, samples: int) -> None:
             length = int(blocks.sum() + 2) * 512
             none = np.full(PER_SHARD, -1)
             place, digest = (random_.integers(0, 2**32, PER_SHARD, dtype=np.uint64) for _ in range(2))
-            yield pack(
+            yield pack_shard_rows(
                 ShardRows(length, image, sizes, np.full(PER_SHARD, number % 1000), place, digest, none, none, label_at)
             )
             with open(folder / name, "wb") as file:
                 file.truncate(length)
 
-    write_packed(folder / "halfstep.index", names, packed())
+    write_packed_shards(folder / "halfstep.index", names, packed())
     os.utime(folder / "halfstep.index")
 
 

@@ -37,9 +37,9 @@ from halfstep.errors import TRY_AGAIN
 from halfstep.journal import jsonl
 from halfstep.journal.curves import CurvesListener
 from halfstep.journal.events import END, FORMAT, START, Event
-from halfstep.journal.jsonl import JOURNAL, as_line
-from halfstep.journal.listeners import recall
-from halfstep.journal.plain import Plain
+from halfstep.journal.jsonl import JOURNAL, format_event_line
+from halfstep.journal.listeners import restore_listeners
+from halfstep.journal.plain import PlainListener
 from halfstep.journal.summary import summarize
 
 HERE = Path(__file__).parent
@@ -146,7 +146,7 @@ def write_journal(folder: Path, lines: int) -> int:
     path, begin = folder / JOURNAL, 0
     file = path.open("wb")
     for event in journal_lines(lines):
-        line = as_line(event).encode()
+        line = format_event_line(event).encode()
         if file.tell() + len(line) > PART:
             size = file.tell()
             file.close()
@@ -169,8 +169,8 @@ def summary(path: Path) -> int:
 
 def recalled(path: Path) -> int:
     """Tell a journal to the console, the log and the curves of a run that resumes; return how many listened."""
-    listeners = [Plain(io.StringIO()), Plain(io.StringIO()), CurvesListener(path.parent)]
-    recall(listeners, path)
+    listeners = [PlainListener(io.StringIO()), PlainListener(io.StringIO()), CurvesListener(path.parent)]
+    restore_listeners(listeners, path)
     return len(listeners)
 
 
@@ -222,7 +222,9 @@ def stopped_after(words: list[str], folder: Path, more: Callable[[], None] = lam
 def append_steps(folder: Path, lines: int) -> None:
     """Append lines of a run to its journal, as the run itself does."""
     with (folder / JOURNAL).open("ab") as file:
-        file.writelines(as_line(event).encode() for event in journal_lines(lines) if event["event"] not in (START, END))
+        file.writelines(
+            format_event_line(event).encode() for event in journal_lines(lines) if event["event"] not in (START, END)
+        )
 
 
 def measured_commands(lines: int) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from torch import nn
 import halfstep
 from halfstep.errors import Diverged
 from halfstep.files import read_json
-from halfstep.precision.precision import precision_named
-from halfstep.tasks.models.latent.pretrained import pretrained_autoencoder
+from halfstep.precision.precision import resolve_precision_name
+from halfstep.tasks.models.latent.pretrained import load_pretrained_autoencoder
 
 RECORD = Path(__file__).with_suffix(".json")
 SMALL = [
@@ -73,7 +73,7 @@ def _multiply(layer: nn.Module, times: float) -> None:
 
 @torch.no_grad()
 def overflows(autoencoder: AutoencoderKL, images: torch.Tensor) -> bool:
-    with precision_named("fp16").autocast(images.device):
+    with resolve_precision_name("fp16").autocast(images.device):
         return not autoencoder.encode(images).latent_dist.parameters.isfinite().all().item()
 
 
@@ -104,7 +104,7 @@ def autoencoder_folder(root: Path) -> tuple[Path, dict[str, float]]:
         ],
         quiet=True,
     )
-    module, times, apart = large(pretrained_autoencoder(str(run.dir)).module)
+    module, times, apart = large(load_pretrained_autoencoder(str(run.dir)).module)
     folder = root / "vae"
     module.save_pretrained(folder)
     return folder, {"activations_times": times, "latents_apart": apart}

@@ -34,9 +34,9 @@ from torch.nn import functional as F
 
 from benchmarks.weight_formats import GPT, Block, next_byte, text, windows
 from halfstep import Stepper
-from halfstep.measure.conditions import conditions, in_words
-from halfstep.measure.parity import half_a_point, margin_of, parity
-from halfstep.precision.precision import precision_named
+from halfstep.measure.conditions import collect_conditions, describe_conditions
+from halfstep.measure.parity import compare_paired_metrics, compute_margin, compute_smallest_margin
+from halfstep.precision.precision import resolve_precision_name
 
 RECORD = Path(__file__).with_suffix(".json")
 BASE = "bf16"
@@ -162,7 +162,7 @@ def trained(model: str, arm: str, seed: int, updates: int) -> tuple[float, float
     with warnings.catch_warnings(), sabotage(arm):
         warnings.simplefilter("ignore")
         optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-        stepper = Stepper(net, optimizer, precision=precision_named(WRONG.get(arm, arm)), clip_norm=1.0)
+        stepper = Stepper(net, optimizer, precision=resolve_precision_name(WRONG.get(arm, arm)), clip_norm=1.0)
         for number in range(updates):
             stepper.step(loss_fn, batch(number, seed, False))
         with stepper.evaluating():
@@ -181,9 +181,9 @@ def compare(models: Sequence[str], seeds: int, processes: int) -> list[dict[str,
     for model in models:
         updates = UPDATES[model]
         losses = {arm: [found[model, arm, seed, updates][0] for seed in range(seeds)] for arm in arms}
-        margin = margin_of(losses[BASE], points=half_a_point(losses[BASE], higher_is_better=False))
+        margin = compute_margin(losses[BASE], points=compute_smallest_margin(losses[BASE], higher_is_better=False))
         for arm in arms:
-            test = parity(losses[BASE], losses[arm], margin, higher_is_better=False, base_name=BASE)
+            test = compare_paired_metrics(losses[BASE], losses[arm], margin, higher_is_better=False, base_name=BASE)
             mean, in_fp8 = sum(losses[arm]) / seeds, found[model, arm, 0, updates][1]
             verdict = "baseline" if arm == BASE else test.verdict
             rows.append(
@@ -217,7 +217,7 @@ def main() -> int:
     seconds = time.monotonic() - begun
     if given.record:
         facts = {"seeds": given.seeds, "processes": given.processes, "seconds": round(seconds)}
-        facts["conditions"] = in_words(conditions(torch.device("cpu")))
+        facts["conditions"] = describe_conditions(collect_conditions(torch.device("cpu")))
         before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         own = {model: {**facts, "rows": [row for row in rows if row["model"] == model]} for model in given.models}
         RECORD.write_text(json.dumps({**before, **own}, indent=1) + "\n")

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper
-from halfstep.errors import HalfstepError, WrongUse, in_one_line
+from halfstep.errors import HalfstepError, WrongUse, format_error_line
 
 PACKAGES = {"torch.optim": "torch", "timm.optim": "timm", "pytorch_optimizer": "pytorch_optimizer"}
 RECORD = Path(__file__).with_suffix(".json")
@@ -310,14 +310,14 @@ def examine(name: str, kind: type[torch.optim.Optimizer]) -> Row:
             plain.stepper()
         except WrongUse as error:
             row.equal = row.skip = row.resume = REFUSED
-            row.why = in_one_line(error)
+            row.why = format_error_line(error)
             return row
         start = plain.state()
         plain.plain(range(STEPS))
         _check_moved(start[0], plain.model)
     except Exception as error:
         row.equal = row.skip = row.resume = NOT_APPLICABLE
-        row.why = f"the plain loop: {in_one_line(error)}"
+        row.why = f"the plain loop: {format_error_line(error)}"
         return row
     expected = plain.state()
     row.equal = _outcome(row, "equal", lambda: same(_clean(kind, entry, None), expected))
@@ -342,7 +342,7 @@ def _outcome(row: Row, what: str, holds: Callable[[], bool]) -> str:
             return OK
         row.why += f"{what}: other bits. "
     except Exception as error:
-        row.why += f"{what}: {in_one_line(error)} "
+        row.why += f"{what}: {format_error_line(error)} "
     return FAILED
 
 

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from halfstep.files import cache_folder, read_json
-from halfstep.measure.conditions import conditions
-from halfstep.recipe.strict_yaml import read_yaml
+from halfstep.files import find_cache_folder, read_json
+from halfstep.measure.conditions import collect_conditions
+from halfstep.recipe.strict_yaml import parse_yaml
 
 RECORD = Path(__file__).with_suffix(".json")
 PHOTOGRAPHS = 100
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
-    source = cache_folder() / "data" / "aerial_buildings"
+    source = find_cache_folder() / "data" / "aerial_buildings"
     if not source.is_dir():
         sys.exit(f"there is no {source}; do: python -m benchmarks.sets aerial_buildings")
     report = measured(source, given.out, given.seed)
@@ -63,11 +63,11 @@ def measured(source: Path, out: Path, seed: int) -> dict[str, Any]:
     halfstep("predict", str(run), str(source / "val" / "images"), "--out", str(out / "predicted"))
     truths = sorted((source / "val" / "masks").iterdir())
     answers = [out / "predicted" / "masks" / path.name for path in truths]
-    recipe, journal = read_yaml((run / "recipe.yaml").read_bytes(), "recipe"), run / "journal.jsonl"
+    recipe, journal = parse_yaml((run / "recipe.yaml").read_bytes(), "recipe"), run / "journal.jsonl"
     start = next(event for event in map(json.loads, journal.open()) if event["event"] == "start")
     return {
         "command": " ".join(["python", *sys.argv]),
-        "conditions": conditions(),
+        "conditions": collect_conditions(),
         "minutes": minutes,
         "cpu_minutes": cpu,
         "iou": iou(truths, answers),

@@ -33,13 +33,13 @@ from torch import Tensor, nn
 
 from halfstep import Stepper
 from halfstep.data.shards import Shards
-from halfstep.files import cache_folder
+from halfstep.files import find_cache_folder
 from halfstep.host_memory import keep_freed_memory
-from halfstep.measure.bench.bench import compare
-from halfstep.measure.bench.comparison import BenchMetric, RunResult, smoothed
+from halfstep.measure.bench.bench import run_bench_arms
+from halfstep.measure.bench.comparison import BenchMetric, RunResult, smooth_loss_curve
 from halfstep.measure.bench.page import Bench
-from halfstep.measure.conditions import conditions
-from halfstep.precision.precision import spare_half_convolutions
+from halfstep.measure.conditions import collect_conditions
+from halfstep.precision.precision import disable_onednn_fp16_backward
 
 HERE = Path(__file__).parent
 TRAIN, VAL, BATCH = 12_000, 5_000, 32
@@ -58,7 +58,7 @@ class Pictures:
 
 
 def pictures() -> Pictures:
-    folder = cache_folder() / "data" / "cifar10"
+    folder = find_cache_folder() / "data" / "cifar10"
     if not folder.exists():
         sys.exit(f"there is no {folder}; do: halfstep data get cifar10")
     return Pictures(_read(folder / "train", TRAIN), _read(folder / "val", VAL))
@@ -106,7 +106,7 @@ def with_narrow_weights(model: nn.Module) -> Step:
 
 
 def without_loss_scale(model: nn.Module) -> Step:
-    spare_half_convolutions(model)
+    disable_onednn_fp16_backward(model)
     optimizer = adamw(model)
 
     def step(batch: Batch) -> float:
@@ -139,7 +139,7 @@ def train(data: Pictures, steps: int, make_step: Callable[[nn.Module], Step], of
         loss = step((torch.where(flips, images.flip(-1), images), data.train[1][chosen]))
         curve.append((time.perf_counter() - began, loss))
     taken = curve[-1][0]
-    smooth = smoothed(curve, max(1, steps // 20))
+    smooth = smooth_loss_curve(curve, max(1, steps // 20))
     return RunResult(
         seed, accuracy(model.float(), data.val), taken, samples_per_second=steps * BATCH / taken, curve=smooth
     )
@@ -204,9 +204,9 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="keep the figures as parity_cifar.json and .md and .png")
     given = parser.parse_args()
     keep_freed_memory()
-    told = {"command": " ".join(["python benchmarks/parity_cifar.py", *sys.argv[1:]]), **conditions()}
+    told = {"command": " ".join(["python benchmarks/parity_cifar.py", *sys.argv[1:]]), **collect_conditions()}
     told |= {"steps": given.steps, "batch": BATCH, "train": TRAIN, "val": VAL, "seeds of fp32_again": f"+{OTHER_SEEDS}"}
-    bench = compare(
+    bench = run_bench_arms(
         arms(pictures(), given.steps),
         name="small CNN on CIFAR-10",
         seeds=range(1, given.seeds + 1),
@@ -218,11 +218,11 @@ def main() -> None:
     text = f"`{told['command']}`\n\n{bench.markdown()}\nConditions: {under}.\n\n{last_line(bench)}\n"
     if given.record and not bench.interrupted:
         from halfstep.draw.svg import write_svg
-        from halfstep.measure.bench.page import parity_chart, speed_chart
+        from halfstep.measure.bench.page import draw_bench_speeds, draw_parity_chart
 
         (HERE / "parity_cifar.json").write_text(json.dumps(recorded(bench), indent=1) + "\n")
         (HERE / "parity_cifar.md").write_text(text)
-        charts = [chart for chart in (speed_chart(bench), parity_chart(bench)) if chart is not None]
+        charts = [chart for chart in (draw_bench_speeds(bench), draw_parity_chart(bench)) if chart is not None]
         write_svg(charts, HERE / "parity_cifar.svg", bench.name)
     print(text, end="")
 

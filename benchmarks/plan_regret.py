@@ -28,15 +28,15 @@ from torch import Tensor, nn
 
 from halfstep import clock
 from halfstep.errors import HalfstepError
-from halfstep.measure.conditions import in_words
-from halfstep.measure.local_candidate import observes
+from halfstep.measure.conditions import describe_conditions
+from halfstep.measure.local_candidate import needs_observation
 from halfstep.measure.plan.page import Plan
 from halfstep.measure.plan.plan import plan
-from halfstep.measure.plan.search import abilities
+from halfstep.measure.plan.search import collect_device_abilities
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import describe_device
 
 SUBJECTS = ("resnet50", "unet", "resnet18_stock_stem_32")
 RECORD = Path(__file__).with_suffix(".json")
@@ -107,7 +107,7 @@ def measured(name: str, seconds: float, pairs: int) -> dict[str, Any]:
     subject = Subject(f"benchmarks.plan_regret:{name}")
     begin = time.perf_counter()
     found = plan(subject, seconds=seconds)
-    say(f"{name}: {in_words(found.conditions)}")
+    say(f"{name}: {describe_conditions(found.conditions)}")
     say(f"  plan, {found.seconds:.0f} s: {found.choice.setting}, stay={found.stay}; {found.reasons['precision']}")
     swept = sweep(subject, found)
     winner = min(swept, key=lambda setting: swept[setting])
@@ -123,7 +123,7 @@ def measured(name: str, seconds: float, pairs: int) -> dict[str, Any]:
 
 def cells(found: Plan) -> Iterator[StepSetting]:
     """Every cell at the plan's global batch."""
-    native = [name for name, can in abilities(describe(found.device.place)).items() if can.native]
+    native = [name for name, can in collect_device_abilities(describe_device(found.device.place)).items() if can.native]
     batch = found.now.batch or 1
     ways = [(False, batch, 1), (False, batch // 2, 2), (True, batch, 1)]
     for precision, last, (compiled, size, pieces) in itertools.product(native, (False, True), ways):
@@ -135,7 +135,7 @@ def sweep(subject: Subject, found: Plan) -> dict[StepSetting, float]:
     times: dict[StepSetting, float] = {}
     for setting in cells(found):
         try:
-            with CandidateProcess(subject, setting, observe=observes(setting)) as arm:
+            with CandidateProcess(subject, setting, observe=needs_observation(setting)) as arm:
                 arm.open()
                 first = arm.seconds(1, FIRST_STEP)
                 arm.seconds(WARM)
@@ -152,10 +152,10 @@ def head_to_head(subject: Subject, found: Plan, winner: StepSetting, pairs: int)
     with contextlib.ExitStack() as opened:
         arms = {}
         for name, setting in settings.items():
-            arms[name] = opened.enter_context(CandidateProcess(subject, setting, observe=observes(setting)))
+            arms[name] = opened.enter_context(CandidateProcess(subject, setting, observe=needs_observation(setting)))
             arms[name].open()
             arms[name].seconds(1 + WARM)
-        rounds = list(clock.interleaved({name: arm.seconds for name, arm in arms.items()}, pairs))
+        rounds = list(clock.iterate_interleaved_times({name: arm.seconds for name, arm in arms.items()}, pairs))
 
     def ratio(one: str, other: str) -> float:
         return statistics.median(times[one] / times[other] for times in rounds)

@@ -35,12 +35,12 @@ import torch
 
 import halfstep.cli.train
 import halfstep.tasks.segmentation  # noqa: F401
-from halfstep.checkpoint.paths import CHECKPOINTS, generations, leftovers
+from halfstep.checkpoint.paths import CHECKPOINTS, list_drafts, list_generations
 from halfstep.cli import main as command
 from halfstep.files import read_json
 from halfstep.journal import curves
 from halfstep.journal.jsonl import JOURNAL, read_events
-from halfstep.measure.conditions import conditions, in_words
+from halfstep.measure.conditions import collect_conditions, describe_conditions
 from halfstep.runs import fit  # noqa: F401
 from halfstep.train import process_group
 from halfstep.train.watchdog import ENDING, Watchdog
@@ -139,7 +139,7 @@ class Launch:
     def phase(self, rank: int) -> str:
         """Return the phase of a rank; a save in the background counts as one."""
         found = PHASES[self._phases[rank]]
-        return SAVE if found == STEP and leftovers(self._run / CHECKPOINTS) else found
+        return SAVE if found == STEP and list_drafts(self._run / CHECKPOINTS) else found
 
     def running(self) -> list[int]:
         """Return the ranks whose processes have not ended."""
@@ -192,7 +192,7 @@ class Launch:
     def _tell_phases(self, rank: int) -> None:
         # Curves take longer than the steps of so small a run.
         curves.CurvesListener._draw = lambda drawn: None  # type: ignore[method-assign]
-        met: Callable[..., Any] = process_group._met
+        met: Callable[..., Any] = process_group._wait_for_ranks
         beat = Watchdog.beat
 
         def meet(*given: Any) -> Any:
@@ -204,7 +204,7 @@ class Launch:
             self._phases[rank] = PHASES.index(_PHASE_OF.get(phase, START))
             beat(watchdog, phase, step)
 
-        process_group._met = meet
+        process_group._wait_for_ranks = meet
         Watchdog.beat = tell  # type: ignore[method-assign]
 
 
@@ -280,7 +280,7 @@ def _ending(run: Path) -> tuple[str, list[Any]]:
 
 def _newest(run: Path) -> int:
     """Return the step of the newest checkpoint; -1 for none."""
-    return max((one.attempt for one in generations(run / CHECKPOINTS)), default=-1)
+    return max((one.attempt for one in list_generations(run / CHECKPOINTS)), default=-1)
 
 
 def table(rows: list[Row]) -> str:
@@ -311,7 +311,7 @@ def main() -> None:
             )
             rows.append(Killed(mode, kills, draw, own, asked.patience).run())
     print(f"\n{table(rows)}")
-    print(in_words(conditions()))
+    print(describe_conditions(collect_conditions()))
     kills, hangs, late = (sum(getattr(row, name) for row in rows) for name in ("kills", "hangs", "late"))
     runs, bitwise = sum(row.runs for row in rows), sum(row.bitwise for row in rows)
     longest = max(row.longest for row in rows)
@@ -330,7 +330,7 @@ def main() -> None:
         command_line = f"python benchmarks/rank_kills.py --record --kills {asked.kills} --seed {asked.seed}"
         content = {
             "command": command_line,
-            "conditions": conditions(),
+            "conditions": collect_conditions(),
             **facts,
             "rows": [row.as_dict() for row in rows],
         }

@@ -35,9 +35,9 @@ from torch.utils.data import DataLoader
 
 from halfstep import clock
 from halfstep.journal.events import Journal
-from halfstep.journal.listeners import listeners
-from halfstep.measure.conditions import conditions, in_words
-from halfstep.recipe.resolve import resolve
+from halfstep.journal.listeners import create_listeners
+from halfstep.measure.conditions import collect_conditions, describe_conditions
+from halfstep.recipe.resolve import resolve_recipe
 from halfstep.train.run import make_loop
 from halfstep.train.state import State
 
@@ -114,9 +114,9 @@ def trainer(mode: str, memory: Memory, folder: Path) -> Any:
         "schedule": {"name": "constant"},
         "train": {"steps": 10**6, "batch_size": BATCH, "clip_norm": CLIP, "num_workers": 0, "seed": 0, "device": "cpu"},
     }
-    recipe = resolve(raw, Rows.schema, (), "overhead").recipe
+    recipe = resolve_recipe(raw, Rows.schema, (), "overhead").recipe
     console = Console(file=io.StringIO())
-    told = listeners(folder, tracker="none", console=console) if dist.get_rank() == 0 else ()
+    told = create_listeners(folder, tracker="none", console=console) if dist.get_rank() == 0 else ()
     loop = make_loop(Rows(recipe), recipe, folder, Journal(told))
     loop.model.train()
     return loop
@@ -129,9 +129,9 @@ def compared(mode: str, pairs: int, memory: Memory, folder: Path) -> dict[str, A
     for step in arms.values():
         for _ in range(5):
             step()
-    found = clock.ratios(arms, baseline="bare", pairs=pairs)
+    found = clock.measure_time_ratios(arms, baseline="bare", pairs=pairs)
     calls = {name: collectives(arms[name]) for name in ("bare", "halfstep")}
-    seconds = clock.seconds(arms["halfstep"], 5)
+    seconds = clock.measure_call_seconds(arms["halfstep"], 5)
     began = time.perf_counter()
     loop.checkpoints.replicas.check(State.of(loop.live))
     return {
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     asked = parser.parse_args()
-    before = copy.deepcopy(conditions())
+    before = copy.deepcopy(collect_conditions())
     with tempfile.TemporaryDirectory() as out:
         for mode in MODES:
             (Path(out) / mode).mkdir()
@@ -179,7 +179,7 @@ def main() -> None:
         del probe
         torch.multiprocessing.spawn(rank_main, (asked.ranks, port, asked.pairs, out), nprocs=asked.ranks)
         found = json.loads((Path(out) / "found.json").read_text())
-    print(in_words(before))
+    print(describe_conditions(before))
     for mode, figures in found.items():
         print(f"{mode}: " + " ".join(f"{key}={value}" for key, value in figures.items()))
     print("ranks_overhead " + " ".join(f"{mode}={found[mode]['throughput']}" for mode in MODES))

@@ -26,13 +26,13 @@ import torch
 
 from halfstep.host_memory import keep_freed_memory
 from halfstep.journal.events import Journal
-from halfstep.journal.listeners import listeners
-from halfstep.precision.flags import read_flags
-from halfstep.precision.hardware import describe
-from halfstep.recipe.names import read_flags as read_settings
-from halfstep.recipe.resolve import resolve
+from halfstep.journal.listeners import create_listeners
+from halfstep.precision.flags import read_fp32_flags
+from halfstep.precision.hardware import describe_device
+from halfstep.recipe.names import parse_typed_settings as read_settings
+from halfstep.recipe.resolve import resolve_recipe
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.registry import task_class
+from halfstep.runs.registry import find_task_class
 from halfstep.train.loop import Loop
 from halfstep.train.run import make_loop
 
@@ -44,11 +44,11 @@ def prepared(name: str, precision: str, seed: int, folder: Path, settings: list[
     """A run that is ready for its first step."""
     own = HERE / "recipes" / f"{name}.yaml"
     found = read_recipe(str(own) if own.exists() else name)
-    kind = task_class(found.raw["task"])
+    kind = find_task_class(found.raw["task"])
     changes = [f"precision={precision}", f"train.seed={seed}", f"run.dir={folder}", *settings]
-    recipe = resolve(found.raw, kind.schema, read_settings(changes, kind.schema), found.label).recipe
+    recipe = resolve_recipe(found.raw, kind.schema, read_settings(changes, kind.schema), found.label).recipe
     folder.mkdir()
-    return make_loop(kind(recipe), recipe, folder, Journal(listeners(folder, tracker="none", console=None)))
+    return make_loop(kind(recipe), recipe, folder, Journal(create_listeners(folder, tracker="none", console=None)))
 
 
 def in_turns(loops: dict[str, Loop]) -> Iterator[dict[str, float]]:
@@ -174,11 +174,11 @@ def main() -> None:
     results = [compare(recipe, given.seeds, given.set, progress) for recipe in given.recipes]
     conditions = {
         "command": " ".join(["python benchmarks/real_data.py", *sys.argv[1:]]),
-        "device": describe().name,
+        "device": describe_device().name,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "flags outside of steps": read_flags(),
+        "flags outside of steps": read_fp32_flags(),
     }
     told = ", ".join(f"{key}: {value}" for key, value in conditions.items())
     print(told)

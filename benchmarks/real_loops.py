@@ -112,13 +112,13 @@ def in_words(counts: dict[str, Any]) -> str:
 
 
 def _record(report: dict[str, Any]) -> None:
-    from halfstep.measure.conditions import conditions
+    from halfstep.measure.conditions import collect_conditions
 
     kept = {word: report[word] for word in ("loops", HELD, DOCUMENTED, FAILED, "seconds")}
     by_family: dict[str, dict[str, str]] = {}
     for row in report["rows"]:
         by_family.setdefault(row["family"], {})[row["name"]] = row["outcome"]
-    kept = {"command": "python benchmarks/real_loops.py --record", **kept, "conditions": conditions()}
+    kept = {"command": "python benchmarks/real_loops.py --record", **kept, "conditions": collect_conditions()}
     RECORD.write_text(json.dumps({**kept, "outcomes": by_family}, indent=1) + "\n", encoding="utf-8")
 
 

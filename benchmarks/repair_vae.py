@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.guard.verdict import GuardEvent
-from halfstep.precision.island import islands
+from halfstep.precision.island import find_islands
 
 CULPRIT = "decoder.stretch"
 WIDTH, LATENT = 16, 4
@@ -92,7 +92,7 @@ def train(seed: int, precision: str, steps: int) -> tuple[float, list[str], half
     guardian = halfstep.Guardian(stepper, mode="repair", tell=told.append)
     generator = torch.Generator().manual_seed(1000 + seed)
     losses = [guardian.step(loss_fn, batch(generator)).loss for _ in range(steps)]
-    return statistics.fmean(losses[-max(1, steps // 10) :]), list(islands(stepper.model)), guardian, told
+    return statistics.fmean(losses[-max(1, steps // 10) :]), list(find_islands(stepper.model)), guardian, told
 
 
 def kept(seed: int, guardian: halfstep.Guardian) -> bool:
@@ -100,7 +100,7 @@ def kept(seed: int, guardian: halfstep.Guardian) -> bool:
     state = json.loads(json.dumps(guardian.state_dict()))
     again = halfstep.Guardian(stepper_for(seed, "fp16"), mode="repair")
     again.load_state_dict(state)
-    return list(islands(again.stepper.model)) == guardian.remedies.islands == [CULPRIT]
+    return list(find_islands(again.stepper.model)) == guardian.remedies.islands == [CULPRIT]
 
 
 def one(seed: int, steps: int) -> dict[str, Any]:

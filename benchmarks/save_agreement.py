@@ -39,9 +39,9 @@ def through_store(text: str, party: distributed.RankGroup) -> None:
 
 
 def through_gloo(text: str, group: Any) -> None:
-    with distributed.within(group):
+    with distributed.use_process_group(group):
         for _ in range(4):
-            distributed.from_all(text)
+            distributed.gather_texts(text)
 
 
 def spans(work: Callable[[], None], times: int) -> list[tuple[float, float]]:

@@ -29,17 +29,17 @@ from typing import Any
 import torch
 
 from halfstep import distributed
-from halfstep.checkpoint.commit import Saver, SaveResult
+from halfstep.checkpoint.commit import CheckpointSaver, SaveResult
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.host_memory import keep_freed_memory
 from halfstep.journal.events import Journal
-from halfstep.json_data import json_data
-from halfstep.precision.hardware import describe
-from halfstep.recipe.names import read_flags as read_settings
-from halfstep.recipe.resolve import resolve
+from halfstep.json_data import convert_to_json_data
+from halfstep.precision.hardware import describe_device
+from halfstep.recipe.names import parse_typed_settings as read_settings
+from halfstep.recipe.resolve import resolve_recipe
 from halfstep.recipe.sources import read_recipe
-from halfstep.recipe.strict_yaml import to_yaml
-from halfstep.runs.registry import task_class
+from halfstep.recipe.strict_yaml import dump_recipe_yaml
+from halfstep.runs.registry import find_task_class
 from halfstep.runs.verify import verify
 from halfstep.step.report import StepReport
 from halfstep.train.checkpointing import Checkpoints
@@ -77,7 +77,7 @@ class Arms:
         self.folders = {name: folder / name for name in ("synchronous", "background")}
         self.loop = _prepared(self.folders["background"], model)
         self.folders["synchronous"].mkdir()
-        saver = Saver(
+        saver = CheckpointSaver(
             self.folders["synchronous"] / CHECKPOINTS, keep=2, party=distributed.RankGroup(), background=False
         )
         self._synchronous = Checkpoints(self.loop.live, saver, Journal())
@@ -124,11 +124,11 @@ class Arms:
 
 def _prepared(folder: Path, model: str) -> Loop:
     found = read_recipe("classification_tiny")
-    kind = task_class(found.raw["task"])
+    kind = find_task_class(found.raw["task"])
     changes = [*SETTINGS, f"model.name={model}", f"run.dir={folder}"]
-    recipe = resolve(found.raw, kind.schema, read_settings(changes, kind.schema), found.label).recipe
+    recipe = resolve_recipe(found.raw, kind.schema, read_settings(changes, kind.schema), found.label).recipe
     folder.mkdir()
-    (folder / "recipe.yaml").write_text(to_yaml(recipe))
+    (folder / "recipe.yaml").write_text(dump_recipe_yaml(recipe))
     return make_loop(kind(recipe), recipe, folder, Journal())
 
 
@@ -165,7 +165,7 @@ def throughput(folder: Path, from_disk: bool) -> dict[str, Any]:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(handle)
     speed = verify(folder).speed
-    return {"words": str(speed), **json_data(speed)}
+    return {"words": str(speed), **convert_to_json_data(speed)}
 
 
 def disk_of(folder: Path) -> str:
@@ -237,7 +237,7 @@ def main() -> None:
     conditions = {
         "command": " ".join(["python benchmarks/save_stall.py", *sys.argv[1:]]),
         "model": given.model,
-        "device": describe().name,
+        "device": describe_device().name,
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),

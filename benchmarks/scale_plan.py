@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.measure.conditions import conditions, in_words
-from halfstep.numbers import size
+from halfstep.measure.conditions import collect_conditions, describe_conditions
+from halfstep.numbers import format_bytes
 
 RECORD = Path(__file__).with_suffix(".json")
 WORLDS = (8, 64, 512, 1024)
@@ -99,13 +99,13 @@ def llama_8b() -> tuple[nn.Module, Any, Tensor]:
 
 
 def counted(world: int) -> dict[str, Any]:
-    from halfstep.measure.case import case_of
+    from halfstep.measure.case import build_case
     from halfstep.measure.memory.report import EstimateOptions
-    from halfstep.measure.scale.report import ScaleOptions, scale_report
+    from halfstep.measure.scale.report import ScaleOptions, build_scale_report
 
     began, cpu = time.perf_counter(), time.process_time()
     options = ScaleOptions(EstimateOptions(devices=(DEVICE,), precisions=("bf16",)), world)
-    report = scale_report(lambda: case_of(*llama_8b(), name="llama_8b"), options)
+    report = build_scale_report(lambda: build_case(*llama_8b(), name="llama_8b"), options)
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
     return {"took": round(took, 1), "processor_seconds": round(cpu, 1), **report.as_dict()}
 
@@ -116,8 +116,8 @@ def lines(report: dict[str, Any]) -> list[str]:
         calls = ", ".join(f"{one['calls']} {one['collective']}" for one in row["collectives"])
         seconds = row["seconds"]
         found.append(
-            f"{report['world']:>5}  {row['name']:<11} {size(row['peak']):>9}{' ' if row['fits'] else '!'} "
-            f"{size(row['bytes_inside']):>9}  {size(row['bytes_between']):>9}  "
+            f"{report['world']:>5}  {row['name']:<11} {format_bytes(row['peak']):>9}{' ' if row['fits'] else '!'} "
+            f"{format_bytes(row['bytes_inside']):>9}  {format_bytes(row['bytes_between']):>9}  "
             f"{seconds['communication']:>6.2f}  {seconds['exposed']:>6.2f}  {calls}"
         )
     return found
@@ -129,9 +129,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     options = parser.parse_args()
-    found = conditions("cpu")
+    found = collect_conditions("cpu")
     if not options.json:
-        print(in_words(found))
+        print(describe_conditions(found))
         print(f"bf16 on {DEVICE}; `!` does not fit; bytes that a rank receives a step; modeled seconds")
         print("ranks  layout           peak      inside    between  sending exposed  calls")
     reports = []

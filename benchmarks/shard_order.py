@@ -141,7 +141,7 @@ class Log:
         """Note every read and announcement from now on; return what ends it."""
         from halfstep.data import shard_bytes, shards
 
-        read, announce = shard_bytes.parts_in, shards.announce_parts
+        read, announce = shard_bytes.read_handle_parts, shards.announce_parts
 
         def noted_read(handle: int, parts: list[tuple[int, int]]) -> list[bytes]:
             path = os.readlink(f"/proc/self/fd/{handle}")
@@ -153,11 +153,11 @@ class Log:
             self.announced |= {(str(path), start, size) for start, size in parts}
             announce(path, parts)
 
-        shard_bytes.parts_in = shards.parts_in = noted_read
+        shard_bytes.read_handle_parts = shards.read_handle_parts = noted_read
         shards.announce_parts = noted
 
         def end() -> None:
-            shard_bytes.parts_in = shards.parts_in = read
+            shard_bytes.read_handle_parts = shards.read_handle_parts = read
             shards.announce_parts = announce
 
         return end

@@ -30,13 +30,13 @@ import torch
 from torch import nn
 
 from halfstep.checkpoint import reading, resharding
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.checkpoint.sealed import read_manifest
 from halfstep.journal.events import Journal
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import resolved_recipe
+from halfstep.runs.resolve import resolve_run_recipe
 from halfstep.train.loop import Loop
-from halfstep.train.resume import find, resume_from
+from halfstep.train.resume import find_checkpoint, resume_from
 from halfstep.train.run import make_loop
 from halfstep.train.state import State
 
@@ -75,9 +75,9 @@ def built(rank: int, folder: str, width: int) -> tuple[Loop, Any]:
     recipe = Path(folder) / f"stack-{rank}.yaml"
     recipe.write_text(RECIPE)
     asked = {"model.width": width, "run.dir": f"{folder}/run"}
-    made = resolved_recipe(read_recipe(str(recipe)), asked, schema=Stack.schema).recipe
+    made = resolve_run_recipe(read_recipe(str(recipe)), asked, schema=Stack.schema).recipe
     (Path(folder) / "run").mkdir(exist_ok=True)
-    found = find(Path(folder) / "run")
+    found = find_checkpoint(Path(folder) / "run")
     choices = None if found is None else found.auto_choices
     return make_loop(Stack(made), made, Path(folder) / "run", Journal(), auto_choices=choices), found
 
@@ -152,7 +152,7 @@ def measured(given: argparse.Namespace, folder: str) -> dict[str, Any]:
         wrote = ranks(saved, folder, width)
     finally:
         ranks.stop()
-    manifest = read_manifest(generations(Path(folder) / "run" / CHECKPOINTS)[0])
+    manifest = read_manifest(list_generations(Path(folder) / "run" / CHECKPOINTS)[0])
     ranks = Ranks(given.ranks, deadline=LONGEST)
     try:
         read = ranks(loaded, folder, width)

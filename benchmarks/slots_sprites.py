@@ -19,42 +19,42 @@ from typing import Any
 import torch
 
 import halfstep
-from halfstep.draw.images import enlarged, grid, write_png
-from halfstep.measure.conditions import conditions, in_words
-from halfstep.runs.finished import Finished, open_finished
+from halfstep.draw.images import enlarge_picture, join_picture_grid, write_png
+from halfstep.measure.conditions import collect_conditions, describe_conditions
+from halfstep.runs.finished import FinishedRun, open_finished
 from halfstep.train.environment import seed_all
-from halfstep.train.evaluation import evaluate, values
+from halfstep.train.evaluation import compute_metric_values, evaluate_model
 from halfstep.train.loaders import make_val_loader
 from halfstep.train.metrics import Metrics
 from halfstep.train.run_folder import RESULT
-from halfstep.train.task import no_progress
+from halfstep.train.task import ignore_progress
 
 RECORD = Path(__file__).with_suffix(".json")
 SHOWN = Path(__file__).parents[1] / "docs" / "slots_masks.png"
 CLIPS = 4
 
 
-def judged(finished: Finished, model: torch.nn.Module) -> dict[str, float]:
+def judged(finished: FinishedRun, model: torch.nn.Module) -> dict[str, float]:
     loader = make_val_loader(finished.task, finished.recipe, finished.device)
-    return evaluate(finished.task, model, loader, precision=finished.choice.precision, device=finished.device)
+    return evaluate_model(finished.task, model, loader, precision=finished.choice.precision, device=finished.device)
 
 
-def drawn_at_random(finished: Finished) -> dict[str, float]:
+def drawn_at_random(finished: FinishedRun) -> dict[str, float]:
     """Slots that own pixels by chance."""
     metrics: Metrics = finished.task.metrics()
     torch.manual_seed(0)
     for batch in make_val_loader(finished.task, finished.recipe, finished.device):
         truth = batch.tensors["mask"]
         metrics.update(torch.randint(finished.recipe.model.slots, truth.shape), truth)
-    return values(metrics)
+    return compute_metric_values(metrics)
 
 
-def untrained(finished: Finished) -> torch.nn.Module:
+def untrained(finished: FinishedRun) -> torch.nn.Module:
     seed_all(finished.recipe.train.seed or 0)
     return finished.task.model().to(finished.device)
 
 
-def measure(out: Path) -> tuple[dict[str, Any], Finished]:
+def measure(out: Path) -> tuple[dict[str, Any], FinishedRun]:
     if not (out / RESULT).exists():
         halfstep.fit(
             Path(__file__).parent / "recipes" / "slots_sprites.yaml", precision="bf16", settings=[f"run.dir={out}"]
@@ -78,19 +78,19 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name} and docs/{SHOWN.name}")
     given = parser.parse_args()
-    here = conditions("cpu")
+    here = collect_conditions("cpu")
     found, finished = measure(given.out)
     found = {"command": " ".join(["python", "benchmarks/slots_sprites.py", *sys.argv[1:]]), "conditions": here, **found}
     if given.record:
         RECORD.write_text(json.dumps(found, indent=1) + "\n")
         with finished.choice.precision.inference(finished.device):
-            clips = finished.task.sample(finished.model, CLIPS, no_progress)
-        write_png(SHOWN, grid([[enlarged(clip, 192) for clip in clips]]))
+            clips = finished.task.sample(finished.model, CLIPS, ignore_progress)
+        write_png(SHOWN, join_picture_grid([[enlarge_picture(clip, 192) for clip in clips]]))
     if given.json:
         print(json.dumps(found, indent=1))
         return
     trained, before, chance = found["trained"], found["untrained"], found["random"]
-    print(in_words(here))
+    print(describe_conditions(here))
     print(
         f"slots {found['precision']} fg_ari={trained['fg_ari']:.3f} untrained={before['fg_ari']:.3f} "
         f"random={chance['fg_ari']:.3f} mbo={trained['mbo']:.3f} untrained={before['mbo']:.3f} "

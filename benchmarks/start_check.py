@@ -29,8 +29,8 @@ from halfstep import Counted, Stepper
 from halfstep.errors import StartCheckFailed
 from halfstep.formats import FP16
 from halfstep.precision.conversion import has_torchao
-from halfstep.precision.hardware import Device, ability
-from halfstep.precision.precision import precision_named
+from halfstep.precision.hardware import Device, find_format_support
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step import start_check
 
 WIDTH = 32
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 def checked(case: Case, precision: str) -> Outcome:
     """Make one step with the start check."""
     optimizer = case.optimizers or torch.optim.SGD(case.model.parameters(), 1e-3)
-    stepper = Stepper(case.model, optimizer, precision=precision_named(precision), check=True, observe=False)
+    stepper = Stepper(case.model, optimizer, precision=resolve_precision_name(precision), check=True, observe=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -335,7 +335,7 @@ def caught(fault: Fault) -> Outcome:
 
 def bad_device_refused() -> bool:
     """Return whether fp16 is refused by name on a device that is known to compute it wrongly."""
-    found = ability(Device(kind="cuda", name=BAD_DEVICE, capability=(7, 5)), FP16.name)
+    found = find_format_support(Device(kind="cuda", name=BAD_DEVICE, capability=(7, 5)), FP16.name)
     return not (found.native or found.emulated) and "GTX 16xx" in found.reason
 
 
@@ -809,7 +809,9 @@ def cost(name: str) -> float:
 
     def seconds(precision: str, *, check: bool) -> float:
         optimizer = torch.optim.SGD(case.model.parameters(), 1e-6)
-        stepper = Stepper(case.model, optimizer, precision=precision_named(precision), check=check, observe=False)
+        stepper = Stepper(
+            case.model, optimizer, precision=resolve_precision_name(precision), check=check, observe=False
+        )
         begun = time.process_time()
         stepper.step(case.loss_fn, case.batch)
         return time.process_time() - begun

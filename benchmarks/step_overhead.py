@@ -44,12 +44,12 @@ import halfstep
 from halfstep import clock
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.monitors.monitors import Meters
-from halfstep.precision.flags import read_flags
-from halfstep.precision.precision import precision_named
+from halfstep.precision.flags import read_fp32_flags
+from halfstep.precision.precision import resolve_precision_name
 
 CLIP, DECAY = 1.0, 0.999
 # As an object: a CPU without bf16 instructions emulates it in every arm, and none of them falls to fp32.
-BF16 = precision_named("bf16")
+BF16 = resolve_precision_name("bf16")
 Batch = tuple[Tensor, Tensor]
 
 
@@ -275,14 +275,14 @@ def stepped(name: str) -> Callable[[], object]:
     return lambda: stepper.step(loss_fn, batch)
 
 
-def measured_models(pairs: int) -> dict[str, clock.Ratio]:
+def measured_models(pairs: int) -> dict[str, clock.TimeRatio]:
     """Each of the other models next to its own loop, and that loop next to itself."""
-    found: dict[str, clock.Ratio] = {}
+    found: dict[str, clock.TimeRatio] = {}
     for name in MODELS:
         arms = {"bare": by_hand(name), "aa": by_hand(name), name: stepped(name)}
         for arm in arms.values():
-            clock.seconds(arm, 3)
-        both = clock.ratios(arms, baseline="bare", pairs=pairs, progress=show)
+            clock.measure_call_seconds(arm, 3)
+        both = clock.measure_time_ratios(arms, baseline="bare", pairs=pairs, progress=show)
         found |= {name: both[name], f"{name}_aa": both["aa"]}
     return found
 
@@ -303,7 +303,7 @@ def frozen_copied() -> int:
     """The bytes that a step over a frozen base copies, beyond those of the loop by hand."""
     found = []
     for step in (stepped("frozen_base"), by_hand("frozen_base")):
-        clock.seconds(step, 3)
+        clock.measure_call_seconds(step, 3)
         with CopiedBytes() as counted:
             step()
         found.append(counted.total)
@@ -338,7 +338,7 @@ def compare(chosen: argparse.Namespace) -> None:
 def conditions() -> str:
     return (
         f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"flags {read_flags()}"
+        f"flags {read_fp32_flags()}"
     )
 
 
@@ -387,10 +387,10 @@ def main() -> None:
     chosen.pairs = chosen.pairs or 100
     arms = {name: make() for name, make in ARMS.items()}
     for arm in arms.values():
-        clock.seconds(arm, 200)
-    measured = clock.ratios(arms, baseline="bare", pairs=chosen.pairs, calls=chosen.calls, progress=show)
+        clock.measure_call_seconds(arm, 200)
+    measured = clock.measure_time_ratios(arms, baseline="bare", pairs=chosen.pairs, calls=chosen.calls, progress=show)
     measured |= measured_models(chosen.pairs)
-    copied, bare_us = frozen_copied(), clock.seconds(arms["bare"], 1000) * 1e6
+    copied, bare_us = frozen_copied(), clock.measure_call_seconds(arms["bare"], 1000) * 1e6
     if chosen.json or chosen.record:
         figures = {name: {k: round(v, 6) for k, v in asdict(ratio).items()} for name, ratio in measured.items()}
         command = " ".join(["python", "benchmarks/step_overhead.py", *sys.argv[1:]])

@@ -27,15 +27,15 @@ from typing import Any
 import torch
 
 import halfstep
-from halfstep.data.layout import data_place
+from halfstep.data.layout import resolve_data_path
 from halfstep.data.token_files import has_tokens
 from halfstep.data.tokenizing import write_tokens
 from halfstep.errors import HalfstepError
 from halfstep.journal.jsonl import JOURNAL, read_events
-from halfstep.measure.candidate import Candidate, peak_of
-from halfstep.measure.conditions import busy, conditions, in_words
-from halfstep.measure.recipe_case import case_of_recipe
-from halfstep.runs.finished import task_of
+from halfstep.measure.candidate import Candidate, measure_update_peak
+from halfstep.measure.conditions import collect_conditions, describe_conditions, describe_load_problem
+from halfstep.measure.recipe_case import build_recipe_case
+from halfstep.runs.finished import load_saved_task
 from halfstep.tasks.text import Text
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -61,7 +61,7 @@ def settings(base: Path, folder: Path, base_format: str, updates: int) -> list[s
 def trained(given: list[str], run: Path, base_format: str, updates: int) -> dict[str, Any]:
     if not (run / "result.json").exists():
         halfstep.fit("text_lora", settings=[*given, f"run.dir={run}"])
-    task = task_of(run, None)
+    task = load_saved_task(run, None)
     assert isinstance(task, Text)
     before = digest_of_base(task.model())
     loaded = halfstep.load(run)
@@ -86,12 +86,12 @@ def trained(given: list[str], run: Path, base_format: str, updates: int) -> dict
 def memory(given: list[str]) -> dict[str, Any]:
     """The peak of a real second update, and what the ledger of the same says."""
     predicted = halfstep.estimate("text_lora", settings=given)
-    case = case_of_recipe("text_lora", given)
+    case = build_recipe_case("text_lora", given)
     candidate = Candidate(case, case.setting, "cpu", observe=False)
     # The scales of a quantized base are attributes of its parameters.
     scales = [getattr(p, "quant_state", None) or getattr(p, "SCB", None) for p in candidate.model.parameters()]
     held = [scale if isinstance(scale, torch.Tensor) else scale.absmax for scale in scales if scale is not None]
-    measured = peak_of(candidate) + sum(scale.nbytes for scale in held)
+    measured = measure_update_peak(candidate) + sum(scale.nbytes for scale in held)
     return {"predicted": predicted.peak, "measured": measured, "error": predicted.peak / measured - 1.0}
 
 
@@ -145,11 +145,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/text_lora"))
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     given = parser.parse_args()
-    here = conditions("cpu")
-    base, folder = data_place("cache:smollm2"), given.out / "tokens"
+    here = collect_conditions("cpu")
+    base, folder = resolve_data_path("cache:smollm2"), given.out / "tokens"
     if not has_tokens(folder):
         # One address is held out: an evaluation takes minutes where bf16 is emulated.
-        write_tokens([data_place("cache:sotu")], str(base), folder, val=0.005)
+        write_tokens([resolve_data_path("cache:sotu")], str(base), folder, val=0.005)
     found = {}
     for name in given.formats.split(","):
         updates = given.updates if name == "bf16" else max(1, given.updates // 3)
@@ -160,7 +160,7 @@ def main() -> None:
             **({"killed": killed(short, given.out / f"{name}-killed")} if given.killed else {}),
         }
         print(json.dumps(found[name], indent=1), flush=True)
-    print(in_words(here), busy(here))
+    print(describe_conditions(here), describe_load_problem(here))
     if given.record:
         before = json.loads(RECORD.read_text())["formats"] if RECORD.exists() else {}
         report = {"command": f"python benchmarks/{RECORD.stem}.py --record", "formats": {**before, **found}}

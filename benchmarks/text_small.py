@@ -22,16 +22,16 @@ from typing import Any
 import torch
 
 import halfstep
-from halfstep.clock import compare, interleaved
-from halfstep.data.layout import data_place
+from halfstep.clock import compare_paired_times, iterate_interleaved_times
+from halfstep.data.layout import resolve_data_path
 from halfstep.data.token_files import has_tokens
 from halfstep.data.tokenizing import write_tokens
 from halfstep.journal.jsonl import JOURNAL, read_events
-from halfstep.measure.conditions import busy, conditions, in_words
-from halfstep.measure.parity import half_a_point, margin_of, parity
-from halfstep.measure.recipe_case import case_of_recipe
-from halfstep.precision.hardware import ability, describe
-from halfstep.precision.precision import precision_named
+from halfstep.measure.conditions import collect_conditions, describe_conditions, describe_load_problem
+from halfstep.measure.parity import compare_paired_metrics, compute_margin, compute_smallest_margin
+from halfstep.measure.recipe_case import build_recipe_case
+from halfstep.precision.hardware import describe_device, find_format_support
+from halfstep.precision.precision import resolve_precision_name
 
 RECORD = Path(__file__).with_suffix(".json")
 SMALL = ["model.width=160", "model.layers=4", "model.mlp=432", "train.steps=60", "schedule.warmup_steps=5"]
@@ -41,12 +41,12 @@ PROMPT = "The Congress of the United States"
 def tokens(out: Path) -> Path:
     folder = out / "tokens"
     if not has_tokens(folder):
-        write_tokens([data_place("cache:sotu")], "train:4096", folder)
+        write_tokens([resolve_data_path("cache:sotu")], "train:4096", folder)
     return folder
 
 
 def native(precision: str) -> bool:
-    return ability(describe("cpu"), precision).native
+    return find_format_support(describe_device("cpu"), precision).native
 
 
 def trained(folder: Path, out: Path, updates: int, precision: str) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def speed(folder: Path, precision: str, turns: int) -> dict[str, Any]:
     """Seconds of an update in this precision and in fp32, in turns."""
     timers = {}
     for name in ("fp32", precision):
-        case = case_of_recipe("text_small", [f"data.path={folder}", "num_workers=0"])
+        case = build_recipe_case("text_small", [f"data.path={folder}", "num_workers=0"])
         optimizer = torch.optim.AdamW(case.model.parameters(), 1e-3)
-        stepper = halfstep.Stepper(case.model, optimizer, precision=precision_named(name), clip_norm=1.0)
+        stepper = halfstep.Stepper(case.model, optimizer, precision=resolve_precision_name(name), clip_norm=1.0)
         stepper.step(case.loss_fn, case.batch)
 
         def timer(stepper: Any = stepper, case: Any = case) -> float:
@@ -89,8 +89,8 @@ def speed(folder: Path, precision: str, turns: int) -> dict[str, Any]:
             return time.perf_counter() - begin
 
         timers[name] = timer
-    rows = list(interleaved(timers, turns))
-    found = compare([row["fp32"] for row in rows], [row[precision] for row in rows])
+    rows = list(iterate_interleaved_times(timers, turns))
+    found = compare_paired_times([row["fp32"] for row in rows], [row[precision] for row in rows])
     return {"of": f"fp32 seconds over {precision} seconds", **asdict(found)}
 
 
@@ -104,8 +104,8 @@ def compared(folder: Path, out: Path, seeds: int) -> dict[str, Any]:
                 halfstep.fit("text_small", settings=[*settings, f"precision={name}", "num_workers=0"], quiet=True)
             found.append(json.loads((run / "result.json").read_text())["metrics"]["loss"])
             print(f"seed {seed} {name}: held-out loss {found[-1]:.4f}", flush=True)
-    margin = margin_of(losses["fp32"], points=half_a_point(losses["fp32"], higher_is_better=False))
-    judged = parity(losses["fp32"], losses["bf16"], margin, higher_is_better=False)
+    margin = compute_margin(losses["fp32"], points=compute_smallest_margin(losses["fp32"], higher_is_better=False))
+    judged = compare_paired_metrics(losses["fp32"], losses["bf16"], margin, higher_is_better=False)
     return {"seeds": seeds, "updates": 60, "native": native("bf16"), "held_out_loss": losses, "parity": asdict(judged)}
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/text_small"))
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     given = parser.parse_args()
-    here = conditions("cpu")
+    here = collect_conditions("cpu")
     folder = tokens(given.out)
     if given.parity:
         found = {"parity": compared(folder, given.out, given.seeds)}
@@ -128,7 +128,7 @@ def main() -> None:
         other = given.precision if given.precision != "fp32" else "bf16"
         found["speed"] = {"precision": other, "native": native(other), **speed(folder, other, given.turns)}
     print(json.dumps(found, indent=1))
-    print(in_words(here), busy(here))
+    print(describe_conditions(here), describe_load_problem(here))
     if given.record:
         before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         RECORD.write_text(json.dumps({**before, **found, "conditions": here}, indent=1, sort_keys=True) + "\n")

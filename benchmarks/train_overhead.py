@@ -38,9 +38,9 @@ from torch.utils.data import DataLoader
 
 from halfstep import clock
 from halfstep.journal.events import Journal
-from halfstep.journal.listeners import listeners
-from halfstep.precision.flags import fp32_scope, read_flags
-from halfstep.recipe.resolve import resolve
+from halfstep.journal.listeners import create_listeners
+from halfstep.precision.flags import create_fp32_scope, read_fp32_flags
+from halfstep.recipe.resolve import resolve_recipe
 from halfstep.train.run import make_loop
 
 BATCH, SAMPLES, CLASSES, CLIP, LR = 16, 64, 100, 1.0, 1e-4
@@ -96,9 +96,9 @@ def trainer(memory: Memory, folder: Path, precision: str) -> Callable[[], object
         "schedule": {"name": "constant"},
         "train": {"steps": 10**6, "batch_size": BATCH, "clip_norm": CLIP, "num_workers": 0, "seed": 0, "device": "cpu"},
     }
-    recipe = resolve(raw, Images.schema, (), "overhead").recipe
+    recipe = resolve_recipe(raw, Images.schema, (), "overhead").recipe
     console = Console(file=io.StringIO())
-    loop = make_loop(Images(recipe), recipe, folder, Journal(listeners(folder, tracker="none", console=console)))
+    loop = make_loop(Images(recipe), recipe, folder, Journal(create_listeners(folder, tracker="none", console=console)))
     if (took := loop.parts.choice.precision.name) != precision:
         raise SystemExit(
             f"this machine would train in {took}, and the bare loop in {precision}: that compares two precisions; "
@@ -121,7 +121,7 @@ def main() -> None:
         compare(given)
         return
     memory, precision = memory_of(given.size), given.precision
-    with tempfile.TemporaryDirectory() as folder, fp32_scope("ieee", torch.device("cpu")):
+    with tempfile.TemporaryDirectory() as folder, create_fp32_scope("ieee", torch.device("cpu")):
         if given.is_worker:
             against.answer({"trainer": lambda: trainer(memory, Path(folder), precision)})
             return
@@ -130,7 +130,7 @@ def main() -> None:
         for step in arms.values():
             for _ in range(3):
                 step()
-        found = clock.ratios(arms, baseline="bare", pairs=given.pairs or 60, progress=show)
+        found = clock.measure_time_ratios(arms, baseline="bare", pairs=given.pairs or 60, progress=show)
     about = conditions(given)
     if given.json:
         print(json.dumps({"conditions": about, **{name: asdict(ratio) for name, ratio in found.items()}}, indent=1))
@@ -158,7 +158,7 @@ def conditions(given: argparse.Namespace) -> str:
     return (
         f"ResNet-50, batch {BATCH}, {given.size}x{given.size}, {given.precision}, channels_last; "
         f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"flags {read_flags()}"
+        f"flags {read_fp32_flags()}"
     )
 
 

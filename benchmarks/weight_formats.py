@@ -28,16 +28,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Stepper, Window, estimate
-from halfstep.measure.candidate import peak_bytes
-from halfstep.measure.conditions import conditions, in_words
-from halfstep.measure.parity import half_a_point, margin_of, parity
-from halfstep.precision.precision import precision_named
+from halfstep.measure.candidate import measure_peak_bytes
+from halfstep.measure.conditions import collect_conditions, describe_conditions
+from halfstep.measure.parity import compare_paired_metrics, compute_margin, compute_smallest_margin
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.recipe.schema import OptimizerOptions
-from halfstep.step.weight_format import split_
+from halfstep.step.weight_format import split_into_halves_
 from halfstep.train.optimizers import make_optimizer
 
 RECORD = Path(__file__).with_suffix(".json")
-BF16 = precision_named("bf16")
+BF16 = resolve_precision_name("bf16")
 SPLIT, STOCHASTIC = "bf16-split", "bf16-stochastic"
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 WITHIN, MOST_OF_FP32 = 0.03, 0.26
@@ -77,7 +77,7 @@ def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def rounded(wide: Tensor) -> Tensor:
     high = torch.empty_like(wide, dtype=torch.bfloat16)
-    split_(wide, high, torch.empty_like(wide, dtype=torch.int16))
+    split_into_halves_(wide, high, torch.empty_like(wide, dtype=torch.int16))
     return high
 
 
@@ -236,7 +236,7 @@ def compare(seeds: int, updates: int) -> list[dict[str, Any]]:
     found = {arm: [trained(arm, seed, updates, data, held) for seed in range(seeds)] for arm in (*arms, CONTROL)}
     wide = found["fp32 weights"]
     base = [run.loss for run in wide]
-    margin = margin_of(base, points=half_a_point(base, higher_is_better=False))
+    margin = compute_margin(base, points=compute_smallest_margin(base, higher_is_better=False))
     rows = []
     for arm, runs in found.items():
         losses = [run.loss for run in runs]
@@ -246,7 +246,7 @@ def compare(seeds: int, updates: int) -> list[dict[str, Any]]:
         way = sum(float(own @ other) for own, other in pairs) / whole
         apart = (sum(float((own - other).square().sum()) for own, other in pairs) / whole) ** 0.5
         gained = sum(run.start - run.loss for run in runs) / sum(run.start - run.loss for run in wide)
-        test = parity(base, losses, margin, higher_is_better=False)
+        test = compare_paired_metrics(base, losses, margin, higher_is_better=False)
         facts = {
             "arm": arm,
             "updates": updates,
@@ -352,7 +352,7 @@ def bytes_of_a_step(width: int = 1024, names: Sequence[str] = tuple(BYTES)) -> l
         update()
         low = [] if stepper.weights is None else list(stepper.weights.state_dict()["low_bits"].values())
         weights, moments = [p.detach() for p in model.parameters()] + low, plain_parts(list(optimizer.state.values()))
-        peak = peak_bytes(update, torch.device("cpu"), [*weights, *moments, x])
+        peak = measure_peak_bytes(update, torch.device("cpu"), [*weights, *moments, x])
         count = sum(p.numel() for p in model.parameters())
         real = (size(weights) + guard.size + size(moments)) / count
         casts = ledger.whole["cast copies"] / count
@@ -419,7 +419,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     wanted = options.parts or ["exact", "parity", "bytes", "states"]
-    found: dict[str, Any] = {"conditions": in_words(conditions(torch.device("cpu")))}
+    found: dict[str, Any] = {"conditions": describe_conditions(collect_conditions(torch.device("cpu")))}
     if "exact" in wanted:
         found["exact"] = exact()
     if "parity" in wanted:

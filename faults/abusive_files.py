@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.checkpoint.sealed import with_seal
+from halfstep.checkpoint.sealed import add_seal
 from halfstep.train.state import COMPONENTS
 
 TENSORS, STATE, MANIFEST = FILES = ("rank-00000.safetensors", "rank-00000.json", "MANIFEST.json")
@@ -30,7 +30,7 @@ def refit(generation: Path) -> None:
 
 def seal(generation: Path, manifest: dict[str, Any]) -> None:
     manifest.pop("seal", None)
-    (generation / MANIFEST).write_bytes(with_seal(manifest))
+    (generation / MANIFEST).write_bytes(add_seal(manifest))
 
 
 def mutate(generation: Path, name: str, chance: random.Random, refitted: bool) -> None:

@@ -20,7 +20,7 @@ from faults import mutants
 from halfstep.checkpoint import commit
 from halfstep.checkpoint.paths import Disk
 from halfstep.errors import HalfstepError
-from halfstep.train.status import exit_code_of
+from halfstep.train.status import resolve_exit_code
 from tests.support.tiny_task import Tiny
 
 RECIPE: dict[str, Any] = {
@@ -72,7 +72,7 @@ def run(
         halfstep.fit(recipe, task=task, settings={**RECIPE, "run.dir": folder, **settings}, quiet=True, **arguments)
     except Exception as error:
         said.write_text(str(error) if isinstance(error, HalfstepError) else traceback.format_exc())
-        sys.exit(exit_code_of(error))
+        sys.exit(resolve_exit_code(error))
 
 
 def run_rank(environment: Mapping[str, str], folder: str, settings: Mapping[str, Any], more: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from faults.crash_states import MODELS, RUN, Folder, Recording, Replay, Tree, bu
 from faults.outcome import Outcome
 from halfstep.checkpoint import commit as protocol
 from halfstep.checkpoint import reading
-from halfstep.checkpoint.paths import BAD, CheckpointDir, Disk, sweep
+from halfstep.checkpoint.paths import BAD, CheckpointDir, Disk, remove_unfinished_saves
 from halfstep.errors import HalfstepError
 from tests.support.digest import digest_of
 
@@ -72,7 +72,7 @@ def commit_together(
     def one(rank: int) -> CheckpointDir | Exception:
         seat = Seat(rank, size, told, barrier)
         try:
-            return protocol.commit(folder, snapshots[rank], keep=keep, disk=disks[rank], party=seat)
+            return protocol.commit_checkpoint(folder, snapshots[rank], keep=keep, disk=disks[rank], party=seat)
         except Exception as error:
             return error
 
@@ -161,9 +161,9 @@ class Story:
 
     def _goes_on(self, folder: Path) -> bool:
         """As a run does that was started again: what is damaged is set aside, drafts are removed, and it saves."""
-        for one in reading.newest_intact(folder)[1]:
+        for one in reading.find_newest_intact(folder)[1]:
             one.generation.path.rename(one.generation.path.with_name(one.generation.name + BAD))
-        sweep(folder, Disk())
+        remove_unfinished_saves(folder, Disk())
         told = commit_all(folder, Save(NEXT, 10**6), self.ranks, self.keep, Disk())
         clean = not any(path.name.endswith(".tmp") for path in folder.iterdir())
         return clean and not any(isinstance(one, Exception) for one in told) and serial_in(folder, self.ranks) == NEXT
@@ -175,10 +175,10 @@ def commit_all(folder: Path, save: Save, ranks: int, keep: int, disk: Disk) -> l
 
 def serial_in(folder: Path, ranks: int) -> int | str | None:
     """Of the save that a run would go on from; MIXED where a bit of it is not that save's."""
-    verdict, _ = reading.newest_intact(folder)
+    verdict, _ = reading.find_newest_intact(folder)
     if verdict is None:
         return None
-    parts = [reading.read_state(verdict.generation, rank) for rank in range(ranks)]
+    parts = [reading.read_rank_state(verdict.generation, rank) for rank in range(ranks)]
     save = Save(parts[0][0]["serial"], verdict.generation.attempt)
     common = save.snapshot(0).tensors
     for rank, (plain, tensors) in enumerate(parts):

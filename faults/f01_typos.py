@@ -59,16 +59,16 @@ def _must_pass(ending: Ending, recipe: str) -> None:
 
 
 def _mutants(per_key: int) -> Iterator[Mutant]:
-    from halfstep.recipe.fields import fields_of
+    from halfstep.recipe.fields import build_recipe_fields
     from halfstep.recipe.names import FOREIGN_SECTIONS, PRECISION_WORDS
     from halfstep.recipe.sources import read_recipe
-    from halfstep.runs.registry import task_class
+    from halfstep.runs.registry import find_task_class
 
     chance = random.Random(0)
     for name in REFERENCES:
         raw = read_recipe(name).raw
-        schema = task_class(raw["task"]).schema
-        fields = fields_of(schema)
+        schema = find_task_class(raw["task"]).schema
+        fields = build_recipe_fields(schema)
         meaningful = {*fields.keys_of, *fields.sections, *PRECISION_WORDS, *FOREIGN_SECTIONS}
         for path in _paths(raw):
             spoiled = {word for word in _misspelt(path[-1], chance) if word not in meaningful}

@@ -98,9 +98,9 @@ def _as_expected(trap: Trap, ending: Ending) -> bool:
 
 
 def _shown(ending: Ending) -> dict[str, Any]:
-    from halfstep.recipe.strict_yaml import read_yaml
+    from halfstep.recipe.strict_yaml import parse_yaml
 
-    return read_yaml(ending.said, "what --show printed") if ending.code == 0 else {}
+    return parse_yaml(ending.said, "what --show printed") if ending.code == 0 else {}
 
 
 def _at(content: Any, key: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from faults.outcome import Outcome
 from halfstep import distributed
 from halfstep.journal.events import Journal
-from halfstep.recipe.resolve import resolve
+from halfstep.recipe.resolve import resolve_recipe
 from halfstep.train.run import make_loop
 from tests.support.digest import digest_of_run
 from tests.support.ranks import Ranks
@@ -83,9 +83,15 @@ def _loop(poison: str, place: int, precision: str, seed: int, folder: Path, told
         "data": {"samples": SAMPLES, "nan": [GUILTY], "poison": poison, "where": place},
         # Low enough for fp16 to overflow for no other reason.
         "loss_scale": {"init_scale": 16.0},
-        "train": {"epochs": 2, "batch_size": WINDOW // distributed.size(), "num_workers": 0, "seed": seed, "ema": 0.9},
+        "train": {
+            "epochs": 2,
+            "batch_size": WINDOW // distributed.count_ranks(),
+            "num_workers": 0,
+            "seed": seed,
+            "ema": 0.9,
+        },
     }
-    recipe = resolve(raw, Tiny.schema, (), "poisoned").recipe
+    recipe = resolve_recipe(raw, Tiny.schema, (), "poisoned").recipe
     loop = make_loop(Tiny(recipe), recipe, folder, Journal([_Told(told)]))
     loop.model.train()
     return loop

@@ -10,7 +10,7 @@ import torch
 
 from faults.bad_images import DAMAGED, encoded, picture
 from faults.outcome import Outcome
-from halfstep.data.dataset import BadSampleBudget, Batch, Order, Replaced, Sample, Samples
+from halfstep.data.dataset import BadSampleBudget, Batch, Order, ReplacedSample, Sample, Samples
 from halfstep.data.folders import ImageFolder
 from halfstep.data.loader import TrainLoader
 from halfstep.errors import BadData
@@ -80,11 +80,11 @@ def _prepared(sample: Sample) -> Sample:
     return {**sample, "image": sample["image"][:, :16, :16] / 255.0}
 
 
-def _ids(batches: list[Batch]) -> list[tuple[list[int], list[Replaced]]]:
+def _ids(batches: list[Batch]) -> list[tuple[list[int], list[ReplacedSample]]]:
     return [(batch.ids, batch.replaced) for batch in batches]
 
 
-def _spent(replaced: list[Replaced]) -> int:
+def _spent(replaced: list[ReplacedSample]) -> int:
     """Distinct bad samples when the budget said no, with the exit code of bad data; -1 if it never did."""
     budget = BadSampleBudget(LIMIT)
     for one in replaced:

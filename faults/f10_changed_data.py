@@ -17,7 +17,7 @@ import halfstep
 from faults import child, rig
 from faults.bad_images import encoded, picture
 from faults.outcome import Outcome
-from halfstep.data.dataset import split
+from halfstep.data.dataset import split_source
 from halfstep.data.folders import ImageFolder
 from halfstep.errors import HalfstepError
 from halfstep.journal.jsonl import read_events
@@ -56,7 +56,7 @@ class Pictures(Task):
         return nn.Linear(3, len(CLASSES))
 
     def source(self, part: Any) -> Any:
-        return split(ImageFolder(Path(self.recipe.data.path)), 0.2)[part == "val"]
+        return split_source(ImageFolder(Path(self.recipe.data.path)), 0.2)[part == "val"]
 
     def transform(self, part: Any, sample: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**sample, "image": sample["image"].float().mean((1, 2)) / 255}

@@ -15,10 +15,10 @@ from faults import child, rig
 from faults.outcome import Outcome
 from halfstep.journal.events import Journal
 from halfstep.recipe.names import Override
-from halfstep.recipe.resolve import resolve
+from halfstep.recipe.resolve import resolve_recipe
 from halfstep.step.report import StepReport
 from halfstep.train.loop import Loop
-from halfstep.train.process_group import rng_preserved
+from halfstep.train.process_group import preserve_rng
 from halfstep.train.run import make_loop
 from tests.support.digest import digest_of_run
 from tests.support.tiny_task import Tiny
@@ -51,7 +51,7 @@ class Spiked(Tiny):
 
 
 def run(full: bool) -> Outcome:
-    with rig.scratch() as folder, rng_preserved():
+    with rig.scratch() as folder, preserve_rng():
         spiked = list(_spiked(_loop(folder / "spiked", 0), SPIKES[full]))
         seeds, steps = CLEAN[full]
         refused = [_refused(_loop(folder / str(seed), seed), steps) for seed in range(seeds)]
@@ -66,7 +66,7 @@ def _loop(folder: Path, seed: int) -> Loop:
     folder.mkdir()
     settings = {**child.RECIPE, **SETTINGS, "train.seed": seed}
     overrides = [Override(key, value) for key, value in settings.items() if key != "task"]
-    recipe = resolve({"task": "tiny"}, Tiny.schema, overrides, "spiked").recipe
+    recipe = resolve_recipe({"task": "tiny"}, Tiny.schema, overrides, "spiked").recipe
     return make_loop(Spiked(recipe), recipe, folder, Journal())
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from faults import rig
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
-from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations, named, set_aside
-from halfstep.checkpoint.reading import newest_intact, read_state
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, list_generations, list_set_aside, name_generation
+from halfstep.checkpoint.reading import find_newest_intact, read_rank_state
 from halfstep.journal.jsonl import read_events
 from halfstep.runs import fit
 from halfstep.train.loop import Loop
@@ -69,7 +69,7 @@ def _trial(folder: Path, settings: dict[str, Any], onset: int) -> str | None:
     healthy = rig.run(good, {**settings, "checkpoint.keep": 100, "train.steps": 120})
     code = rig.run(folder, settings, before=TooHigh(onset))
     place = folder / CHECKPOINTS
-    left = generations(place)
+    left = list_generations(place)
     return first_wrong(
         ("the healthy run failed", lambda: healthy == 0),
         (f"exit code {code}", lambda: code == GAVE_UP),
@@ -89,26 +89,26 @@ def _rollbacks(folder: Path) -> int:
 
 
 def _newest(place: Path) -> str | None:
-    verdict, damaged = newest_intact(place)
+    verdict, damaged = find_newest_intact(place)
     return verdict.generation.name if verdict is not None and not damaged else None
 
 
 def _same(generation: CheckpointDir, place: Path) -> bool:
     """But for the recipe and the journal, which are those of another run."""
-    twin = next(one for one in generations(place) if one.attempt == generation.attempt)
+    twin = next(one for one in list_generations(place) if one.attempt == generation.attempt)
     return _content(generation) == _content(twin)
 
 
 def _content(generation: CheckpointDir) -> str:
-    plain, tensors = read_state(generation, 0)
+    plain, tensors = read_rank_state(generation, 0)
     return digest_of({key: plain[key] for key in ("counts", "optimizers", "lr_schedulers", "guards")}, tensors)
 
 
 def _all(place: Path) -> list[CheckpointDir]:
-    aside = [named(place, int(path.name[5:13]), 0)._replace(path=path) for path in set_aside(place)]
-    return [*generations(place), *aside]
+    aside = [name_generation(place, int(path.name[5:13]), 0)._replace(path=path) for path in list_set_aside(place)]
+    return [*list_generations(place), *aside]
 
 
 def _is_finite(generation: CheckpointDir) -> bool:
-    _, tensors = read_state(generation, 0)
+    _, tensors = read_rank_state(generation, 0)
     return all(bool(tensor.isfinite().all()) for tensor in tensors.values() if tensor.is_floating_point())

@@ -41,7 +41,7 @@ def trained(rank: int, precision: str, steps: int) -> list[dict[str, Any]]:
         if number % 2 == 0 and rank == number // 2 % 2:
             gradient = parameters[number // 4 % len(parameters)].grad
             assert gradient is not None
-            own = distributed.local(gradient)
+            own = distributed.unwrap_local_tensor(gradient)
             own.view(-1)[:1] = float("nan")
             assert own.numel(), "this rank holds nothing of it"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from faults.outcome import Outcome
-from halfstep.guard.alarms.spike import REFUSED, Spike
+from halfstep.guard.alarms.spike import REFUSED, SpikeGuard
 from halfstep.step.stepper import Stepper
 
 ID = "F17"
@@ -25,7 +25,7 @@ NOT_FINITE = (math.nan, math.inf, -math.inf)
 def run(full: bool) -> Outcome:
     chance = random.Random(17)
     stream, spikes = _stream(chance, LENGTH[full])
-    decisions, states = _decided(stream, Spike())
+    decisions, states = _decided(stream, SpikeGuard())
     missed = [at for at in spikes if decisions[at] != REFUSED]
     false = [at for at, said in enumerate(decisions) if said == REFUSED and at not in spikes]
     points = sorted(chance.sample(range(30, len(stream) - 10), RESUMES[full]))
@@ -52,7 +52,7 @@ def _stream(chance: random.Random, length: int) -> tuple[list[float], set[int]]:
     return values, spikes
 
 
-def _decided(stream: list[float], spike: Spike) -> tuple[list[str | None], list[str]]:
+def _decided(stream: list[float], spike: SpikeGuard) -> tuple[list[str | None], list[str]]:
     """What became of each step, and the detector's state before it, as a checkpoint would have it."""
     model = nn.Linear(1, 1, bias=False)
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.0), precision="fp32", guards=[spike], observe=False)
@@ -70,6 +70,6 @@ def _loss(model: nn.Module, loss: float) -> Tensor:
 
 
 def _decided_on(stream: list[float], state: str, at: int) -> Any:
-    spike = Spike()
+    spike = SpikeGuard()
     spike.load_state_dict(json.loads(state))
     return _decided(stream[at : at + ON], spike)[0]

@@ -177,7 +177,7 @@ def _tensor(loop: Loop, flip: dict[str, Any]) -> torch.Tensor:
     name, kind = flip["parameter"], flip["kind"]
     parameter = dict(loop.model.named_parameters())[name]
     if kind == "weight":
-        return distributed.local(parameter)
+        return distributed.unwrap_local_tensor(parameter)
     if kind == "average":
         assert loop.stepper.ema is not None
         average: torch.Tensor = loop.stepper.ema.state_dict()["averages"][name]

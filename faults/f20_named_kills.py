@@ -13,7 +13,7 @@ from faults.judged import steps
 from faults.killing import POINTS, KillAt, Point
 from faults.outcome import Outcome
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.checkpoint.reading import newest_intact
+from halfstep.checkpoint.reading import find_newest_intact
 from halfstep.journal.jsonl import read_events
 
 ID = "F20"
@@ -83,7 +83,7 @@ def acknowledged_lost(folder: Path, saved: int) -> int:
 
 def newest(folder: Path) -> int:
     """The step of the newest whole checkpoint; 0 without one."""
-    verdict, _ = newest_intact(folder / CHECKPOINTS)
+    verdict, _ = find_newest_intact(folder / CHECKPOINTS)
     return 0 if verdict is None else verdict.generation.attempt
 
 

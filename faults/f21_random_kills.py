@@ -15,9 +15,9 @@ from faults.f20_named_kills import acknowledged_lost
 from faults.judged import steps as steps_of
 from faults.outcome import Outcome
 from faults.slowed import SlowDisk
-from halfstep.checkpoint.paths import CHECKPOINTS, leftovers
-from halfstep.checkpoint.reading import newest_intact
-from halfstep.journal.jsonl import JOURNAL, saved_events
+from halfstep.checkpoint.paths import CHECKPOINTS, list_drafts
+from halfstep.checkpoint.reading import find_newest_intact
+from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
 from tests.support.tiny_task import Tiny
 
 ID = "F21"
@@ -69,10 +69,10 @@ class Killer:
     def _lost(self, saved: int) -> str:
         """What is gone of what was there before a kill, or more than may be, in words."""
         place = self.folder / CHECKPOINTS
-        verdict, _ = newest_intact(place)
+        verdict, _ = find_newest_intact(place)
         self.newest = 0 if verdict is None else verdict.generation.attempt
         wasted = max(0, rig.last_step(self.folder) - self.newest)
-        self.wasted, self.inside = max(self.wasted, wasted), self.inside + bool(leftovers(place))
+        self.wasted, self.inside = max(self.wasted, wasted), self.inside + bool(list_drafts(place))
         # The interval, and once more as much where a save was in flight.
         gone = acknowledged_lost(self.folder, max(saved, self.saved()))
         if gone:
@@ -81,7 +81,7 @@ class Killer:
 
     def _did_nothing(self, start: Any) -> bool:
         """Whether a launch was killed before its first step; `start` is what the one before it had said first."""
-        events = [event for event in saved_events(self.folder / JOURNAL) if event["event"] in ("start", "step")]
+        events = [event for event in iterate_saved_events(self.folder / JOURNAL) if event["event"] in ("start", "step")]
         return not events or last_start(self.folder) == start or events[-1]["event"] == "start"
 
     def begun_anew(self, saved: int, start: Any) -> str:
@@ -126,5 +126,5 @@ def _end(killer: Killer, reference: rig.Ending) -> list[str]:
 
 
 def last_start(folder: Path) -> Any:
-    starts = [event for event in saved_events(folder / JOURNAL) if event["event"] == "start"]
+    starts = [event for event in iterate_saved_events(folder / JOURNAL) if event["event"] == "start"]
     return starts[-1] if starts else {}

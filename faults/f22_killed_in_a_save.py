@@ -9,7 +9,7 @@ from faults.job import HALVED, Job, saved_step
 from faults.judged import Compared, first_wrong, outcome
 from faults.killing import POINTS, KillAt, Point
 from faults.outcome import Outcome
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.checkpoint.sealed import MANIFEST, read_manifest
 
 ID = "F22"
@@ -69,7 +69,7 @@ def _killed(folder: Path, name: str, save: int, whole: Path, compared: Compared)
 
 def _complete(folder: Path) -> bool:
     """Whether every save that has its name has a manifest, and every file that this one lists, in its full size."""
-    for one in generations(folder / CHECKPOINTS):
+    for one in list_generations(folder / CHECKPOINTS):
         if not (one.path / MANIFEST).is_file():
             return False
         if any((one.path / file.name).stat().st_size != file.size for file in read_manifest(one).files):

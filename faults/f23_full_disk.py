@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from faults import rig
 from faults.judged import first_wrong, outcome, steps
 from faults.outcome import Outcome
-from halfstep.checkpoint.commit import RankSnapshot, Saver, SaveResult
-from halfstep.checkpoint.paths import CHECKPOINTS, DRAFT, Disk, generations, leftovers
-from halfstep.checkpoint.reading import verified
+from halfstep.checkpoint.commit import CheckpointSaver, RankSnapshot, SaveResult
+from halfstep.checkpoint.paths import CHECKPOINTS, DRAFT, Disk, list_drafts, list_generations
+from halfstep.checkpoint.reading import verify_checkpoint
 from halfstep.files import write_text
 from halfstep.journal.jsonl import read_events
 from halfstep.train import outputs
@@ -55,13 +55,13 @@ class StepsAfterSaves(Tiny):
 
 def note_saves() -> None:
     """In the process of a run: `StepsAfterSaves` learns which save is in flight."""
-    save = Saver.save
+    save = CheckpointSaver.save
 
-    def noted(self: Saver, snapshot: RankSnapshot) -> None:
+    def noted(self: CheckpointSaver, snapshot: RankSnapshot) -> None:
         save(self, snapshot)
         _saving[:] = self._running
 
-    Saver.save = noted  # type: ignore[method-assign]
+    CheckpointSaver.save = noted  # type: ignore[method-assign]
 
 
 class Filling(Disk):
@@ -143,7 +143,7 @@ def _filled(folder: Path, disk: Disk, beside: bool, whole: rig.Ending, late: lis
         ("it is told soon", lambda: not late.append(_latest(folder)) and late[-1] <= LATEST),
         ("what was saved is told", lambda: rig.committed(folder) == SAVED),
         ("what was saved is whole", lambda: _whole(folder) == SAVED[::-1]),
-        ("no draft is left", lambda: not leftovers(folder / CHECKPOINTS)),
+        ("no draft is left", lambda: not list_drafts(folder / CHECKPOINTS)),
         ("with room, the run ends", lambda: rig.run(folder, settings) == 0),
         ("it saves again", lambda: rig.committed(folder)[-1] == 24),
         ("it is the same run to the bit", lambda: rig.ending(folder) == whole),
@@ -186,4 +186,4 @@ def _latest(folder: Path) -> int:
 
 
 def _whole(folder: Path) -> list[int]:
-    return [one.attempt for one in generations(folder / CHECKPOINTS) if verified(one).problem is None]
+    return [one.attempt for one in list_generations(folder / CHECKPOINTS) if verify_checkpoint(one).problem is None]

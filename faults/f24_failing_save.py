@@ -14,8 +14,8 @@ from faults import rig
 from faults.judged import first_wrong, outcome, steps
 from faults.outcome import Outcome
 from faults.slowed import SlowDisk, SlowSteps
-from halfstep.checkpoint.paths import CHECKPOINTS, DRAFT, Disk, generations, leftovers
-from halfstep.checkpoint.reading import verified
+from halfstep.checkpoint.paths import CHECKPOINTS, DRAFT, Disk, list_drafts, list_generations
+from halfstep.checkpoint.reading import verify_checkpoint
 from halfstep.errors import BadData
 from halfstep.journal.jsonl import read_events
 
@@ -84,7 +84,7 @@ def _failing(folder: Path, disk: Disk, whole: rig.Ending, late: list[int]) -> st
         ("it is told, and within one step", lambda: not late.append(_told_after(folder)) and 0 <= late[-1] <= 1),
         ("the others are saved", lambda: len(rig.committed(folder)) == len(SAVES) - 1),
         ("all that is said to be saved is whole", lambda: set(rig.committed(folder)) <= set(_whole(folder))),
-        ("no draft is left", lambda: not leftovers(folder / CHECKPOINTS)),
+        ("no draft is left", lambda: not list_drafts(folder / CHECKPOINTS)),
         ("it is the same run to the bit", lambda: rig.ending(folder) == whole),
     )
 
@@ -133,8 +133,10 @@ def _told_after(folder: Path) -> int:
 
 
 def _whole(folder: Path) -> list[int]:
-    return sorted(one.attempt for one in generations(folder / CHECKPOINTS) if verified(one).problem is None)
+    return sorted(
+        one.attempt for one in list_generations(folder / CHECKPOINTS) if verify_checkpoint(one).problem is None
+    )
 
 
 def _drafts(folder: Path) -> list[Path]:
-    return leftovers(folder / CHECKPOINTS)
+    return list_drafts(folder / CHECKPOINTS)

@@ -11,11 +11,11 @@ from pathlib import Path
 from faults import rig
 from faults.judged import first_wrong, held, outcome
 from faults.outcome import Outcome
-from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations
-from halfstep.checkpoint.reading import newest_intact, read_state, verified
-from halfstep.checkpoint.sealed import MANIFEST, with_seal
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, list_generations
+from halfstep.checkpoint.reading import find_newest_intact, read_rank_state, verify_checkpoint
+from halfstep.checkpoint.sealed import MANIFEST, add_seal
 from halfstep.journal.jsonl import read_events
-from halfstep.train.resume import find
+from halfstep.train.resume import find_checkpoint
 from tests.support.digest import digest_of
 
 ID = "F25"
@@ -74,7 +74,7 @@ def _edited(file: Path, older: Path, chance: random.Random) -> None:
         case _:
             content["world_size"] = chance.choice([0, 2, 2**52])
     by_hand = json.dumps({**content, "seal": seal}, indent=1, sort_keys=True).encode() + b"\n"
-    manifest.write_bytes(chance.choice([by_hand, with_seal(content)]))
+    manifest.write_bytes(chance.choice([by_hand, add_seal(content)]))
 
 
 KINDS: dict[str, Damage] = {
@@ -96,7 +96,7 @@ def run(full: bool) -> Outcome:
         assert rig.run(folder / "whole", SETTINGS) == 0, rig.said(folder / "whole")
         whole = rig.ending(folder / "whole")
         (folder / "whole" / "result.json").unlink()  # as if it had been stopped at its last step
-        saved = _read(generations(folder / "whole" / CHECKPOINTS)[1])
+        saved = _read(list_generations(folder / "whole" / CHECKPOINTS)[1])
         for kind, damage in KINDS.items():
             for number in range(EACH[full]):
                 copy = folder / "copy"
@@ -114,19 +114,19 @@ def run(full: bool) -> Outcome:
 
 
 def _apply(damage: Damage, run: Path, chance: random.Random) -> None:
-    newest, older = generations(run / CHECKPOINTS)
+    newest, older = list_generations(run / CHECKPOINTS)
     file = chance.choice(sorted(newest.path.iterdir()))
     damage(file, older.path / file.name, chance)
 
 
 def _read(generation: CheckpointDir) -> str:
-    return digest_of(*read_state(generation, 0))
+    return digest_of(*read_rank_state(generation, 0))
 
 
 def _seen(run: Path, saved: str, searched: bool) -> str | None:
-    newest, older = generations(run / CHECKPOINTS)
+    newest, older = list_generations(run / CHECKPOINTS)
     return first_wrong(
-        ("it is seen", lambda: verified(newest).problem is not None),
+        ("it is seen", lambda: verify_checkpoint(newest).problem is not None),
         ("the one before is taken", lambda: _taken(run) == older),
         ("and is what was saved", lambda: _read(older) == saved),
         ("a resume takes it, and says so", lambda: not searched or _found(run, newest, older)),
@@ -134,12 +134,12 @@ def _seen(run: Path, saved: str, searched: bool) -> str | None:
 
 
 def _taken(run: Path) -> CheckpointDir | None:
-    verdict, damaged = newest_intact(run / CHECKPOINTS)
+    verdict, damaged = find_newest_intact(run / CHECKPOINTS)
     return verdict.generation if verdict is not None and len(damaged) == 1 else None
 
 
 def _found(run: Path, newest: CheckpointDir, older: CheckpointDir) -> bool:
-    found = find(run)
+    found = find_checkpoint(run)
     return (
         found is not None
         and found.generation == older

@@ -9,8 +9,8 @@ from faults.crash_story import Save, Story, outcome
 from faults.f19_crash_points import outcomes
 from faults.outcome import Outcome
 from halfstep.checkpoint import commit as protocol
-from halfstep.checkpoint.paths import BAD, DRAFT, CheckpointDir, generations, sweep
-from halfstep.checkpoint.sealed import MANIFEST, tensors_of
+from halfstep.checkpoint.paths import BAD, DRAFT, CheckpointDir, list_generations, remove_unfinished_saves
+from halfstep.checkpoint.sealed import MANIFEST, name_tensors_file
 
 ID = "F26"
 WHAT = "while old, damaged and unfinished checkpoints are removed, the newest intact one is always present"
@@ -39,7 +39,7 @@ def _many_old(story: Story) -> None:
     newest = _saved(story, 5)
     _leave_drafts(story.folder)
     story.begin(newest)
-    sweep(story.folder, story.disk)
+    remove_unfinished_saves(story.folder, story.disk)
     story.save(Save(6, 18))
     story.save(Save(7, 21))
 
@@ -52,7 +52,7 @@ def _set_aside(story: Story) -> None:
     story.begin(newest)
     for one in spoilt:
         story.disk.rename(one.path, one.path.with_name(one.name + BAD))
-    sweep(story.folder, story.disk)
+    remove_unfinished_saves(story.folder, story.disk)
     story.save(Save(7, 21))
     story.save(Save(8, 24))
 
@@ -70,7 +70,7 @@ def _nothing_else(story: Story) -> None:
     newest = _saved(story, 4)
     _spoil_three(story)
     story.begin(newest)
-    protocol.retain(story.folder, story.keep, story.disk)
+    protocol.remove_old_generations(story.folder, story.keep, story.disk)
 
 
 def _spoil_three(story: Story) -> list[CheckpointDir]:
@@ -79,10 +79,10 @@ def _spoil_three(story: Story) -> list[CheckpointDir]:
     for serial in (4, 5, 6):
         story.save(Save(serial, 3 * serial + 1))
     story.keep = keep
-    third, second, first = spoilt = generations(story.folder)[:3]
+    third, second, first = spoilt = list_generations(story.folder)[:3]
     (first.path / MANIFEST).unlink()
-    (second.path / tensors_of(0)).unlink()
-    cut = third.path / tensors_of(0)
+    (second.path / name_tensors_file(0)).unlink()
+    cut = third.path / name_tensors_file(0)
     cut.write_bytes(cut.read_bytes()[:-1])
     return spoilt
 
@@ -91,5 +91,5 @@ def _leave_drafts(folder: Path) -> None:
     for number, newer in enumerate(range(STALE)):
         draft = folder / f"step-{60 * newer:08d}.{1 + 99 * newer:04x}{DRAFT}"
         draft.mkdir()
-        for name in [tensors_of(0), MANIFEST, "other"][:number]:
+        for name in [name_tensors_file(0), MANIFEST, "other"][:number]:
             (draft / name).write_bytes(b"half of a")

@@ -12,8 +12,8 @@ from faults.f19_crash_points import outcomes
 from faults.f20_named_kills import SHORT, killed_and_resumed
 from faults.killing import POINTS, KillAt
 from faults.outcome import Outcome
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.checkpoint.sealed import tensors_of
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
+from halfstep.checkpoint.sealed import name_tensors_file
 
 ID = "F27"
 WHAT = "saving a step again keeps the first save intact until the second is committed, and never mixes them"
@@ -66,8 +66,8 @@ def _kills(times: int) -> list[str]:
 def _saved_again(folder: Path, chance: random.Random, reference: rig.Ending) -> str:
     """The newest checkpoint is damaged, so that the run goes back and saves its step again; and is killed in that."""
     rig.run(folder, SHORT, disk=KillAt(POINTS["before the manifest"], chance.randint(3, 8)))
-    newest = generations(folder / CHECKPOINTS)[0]
-    damaged = newest.path / tensors_of(0)
+    newest = list_generations(folder / CHECKPOINTS)[0]
+    damaged = newest.path / name_tensors_file(0)
     content = bytearray(damaged.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     damaged.write_bytes(content)

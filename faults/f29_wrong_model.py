@@ -13,8 +13,8 @@ from faults.wrong_pairs import PAIRS, STEPS, Kind, loop_of, saved_by
 from halfstep.errors import HalfstepError
 from halfstep.recipe.changes import RECIPE
 from halfstep.train.loop import Loop
-from halfstep.train.process_group import rng_preserved
-from halfstep.train.resume import find, resume_from
+from halfstep.train.process_group import preserve_rng
+from halfstep.train.resume import find_checkpoint, resume_from
 from halfstep.train.state import State
 from tests.support.digest import digest_of
 
@@ -29,7 +29,7 @@ def run(full: bool) -> Outcome:
     """In the full form both ways round: what was the wrong one saves, and goes on."""
     checks: dict[str, str] = {}
     compared = Compared()
-    with rig.scratch() as folder, rng_preserved():
+    with rig.scratch() as folder, preserve_rng():
         for name, (saved, live) in PAIRS.items():
             accepted = () if name in ACCEPTABLE else (RECIPE,)
             checks[name] = refused(folder / name, saved, live, accepted, compared)
@@ -58,7 +58,7 @@ def refused(folder: Path, saved: Kind, live: Kind, accepted: tuple[str, ...], co
 
 
 def _go_on(loop: Loop, folder: Path, accepted: tuple[str, ...]) -> None:
-    found = find(folder)
+    found = find_checkpoint(folder)
     assert found is not None
     resume_from(loop, found, folder, accepted)
 
@@ -94,7 +94,7 @@ def _accepted(folder: Path) -> Iterator[tuple[str, str]]:
 
 def _used(folder: Path, settings: dict[str, Any]) -> str:
     kind = Kind(settings={**FP16, **settings})
-    found = find(folder)
+    found = find_checkpoint(folder)
     assert found is not None
     loop, fresh = loop_of(kind, folder), loop_of(kind, folder)
     resume_from(loop, found, folder, (RECIPE,))

@@ -11,8 +11,8 @@ from faults import child, rig
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
 from halfstep import distributed
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.checkpoint.reading import read_state
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
+from halfstep.checkpoint.reading import read_rank_state
 from halfstep.errors import HalfstepError
 from halfstep.journal.jsonl import read_events
 from halfstep.runs import fit
@@ -107,10 +107,10 @@ def _watched(loop: Loop, seen: dict[str, Any]) -> Loop:
 
 
 def _compared(resumed: Any, loop: Loop, found: Any, seen: dict[str, Any]) -> Any:
-    plain, tensors = read_state(found.generation, 0)
+    plain, tensors = read_rank_state(found.generation, 0)
     then, now = State.from_parts(plain, tensors, "the checkpoint"), State.of(loop.live)
     for name, saved in then.weights["parameters"].items():
-        if not distributed.whole(now.weights["parameters"][name]).equal(saved):
+        if not distributed.gather_full_tensor(now.weights["parameters"][name]).equal(saved):
             seen["differs"].append(name)
     return resumed
 
@@ -122,7 +122,7 @@ def _changed(
     place = folder / f"{precision}-{_named(before)}-{_named(after)}".replace(" ", "-")
     shutil.copytree(source, place)
     (place / "result.json").unlink()
-    for one in generations(place / CHECKPOINTS):
+    for one in list_generations(place / CHECKPOINTS):
         if one.attempt > CUT:
             shutil.rmtree(one.path)
     found = world(after, place, precision)

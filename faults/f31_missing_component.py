@@ -13,7 +13,7 @@ from faults.judged import Compared
 from faults.outcome import Outcome
 from faults.refit import refit
 from halfstep.errors import HalfstepError
-from halfstep.train.resume import find
+from halfstep.train.resume import find_checkpoint
 from halfstep.train.state import COMPONENTS
 
 ID = "F31"
@@ -62,7 +62,7 @@ def _is_refused(stump: Path, folder: Path, change: Callable[[dict[str, Any]], ob
     shutil.copytree(stump, folder)
     refit(folder, change)
     try:
-        find(folder)
+        find_checkpoint(folder)
     except HalfstepError as error:
         return error.exit_code == 79 and name in error.given.rpartition("/")[2]
     return False

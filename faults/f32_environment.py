@@ -18,8 +18,8 @@ from faults import rig
 from faults.judged import Compared
 from faults.outcome import Outcome
 from faults.refit import elsewhere, of_form
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.checkpoint.reading import newest_intact, read_state
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
+from halfstep.checkpoint.reading import find_newest_intact, read_rank_state
 from halfstep.checkpoint.sealed import FORMAT
 from halfstep.journal.jsonl import read_events
 from halfstep.recipe.changes import SAFE
@@ -92,9 +92,9 @@ def run(full: bool) -> Outcome:
 def comes_to(folder: Path) -> tuple[Any, ...]:
     """Every loss, the weights, and the last state, but for settings that may differ."""
     end = rig.ending(folder)
-    verdict, _ = newest_intact(folder / CHECKPOINTS)
+    verdict, _ = find_newest_intact(folder / CHECKPOINTS)
     assert verdict is not None
-    plain, tensors = read_state(verdict.generation, 0)
+    plain, tensors = read_rank_state(verdict.generation, 0)
     plain["position"].pop("journal_sizes")
     for key in SAFE:
         section, _, name = key.partition(".")
@@ -206,9 +206,9 @@ def _drift(folder: Path, settings: dict[str, Any], compared: Compared) -> Iterat
 def _refuses(place: Path, form: int, whose: str, settings: dict[str, Any]) -> bool:
     """By the name of the version, and without taking it for damaged."""
     of_form(place, form)
-    before = generations(place / CHECKPOINTS)
+    before = list_generations(place / CHECKPOINTS)
     refused = rig.run(place, settings) == 79 and f"by {whose} halfstep" in rig.said(place)
-    return refused and generations(place / CHECKPOINTS) == before
+    return refused and list_generations(place / CHECKPOINTS) == before
 
 
 def _copy(folder: Path, name: str) -> Path:

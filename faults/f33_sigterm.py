@@ -19,7 +19,7 @@ from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
 from faults.processes import end_all, family_of, lives
 from faults.slowed import SlowDisk, SlowEvaluation, SlowStart, SlowSteps, marker
-from halfstep.checkpoint.paths import CHECKPOINTS, Disk, leftovers
+from halfstep.checkpoint.paths import CHECKPOINTS, Disk, list_drafts
 from tests.support.tiny_task import Tiny
 
 ID = "F33"
@@ -100,7 +100,7 @@ def _within_an_epoch(folder: Path, steps: int) -> bool:
 
 
 def _saving(folder: Path, steps: int) -> bool:
-    return rig.last_step(folder) >= steps and bool(leftovers(folder / CHECKPOINTS))
+    return rig.last_step(folder) >= steps and bool(list_drafts(folder / CHECKPOINTS))
 
 
 def _begun(folder: Path, steps: int) -> bool:

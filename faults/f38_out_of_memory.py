@@ -15,7 +15,7 @@ from faults import rig
 from faults.job import HALVED, Job, saved_step
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
-from halfstep.checkpoint.paths import CHECKPOINTS, Disk, generations
+from halfstep.checkpoint.paths import CHECKPOINTS, Disk, list_generations
 from tests.support.tiny_task import Points, Tiny
 
 ID = "F38"
@@ -144,4 +144,4 @@ class Starved:
         Points.read = hungry  # type: ignore[method-assign]
 
     def _has_saved(self) -> bool:
-        return bool(generations(Path(self.folder) / CHECKPOINTS))
+        return bool(list_generations(Path(self.folder) / CHECKPOINTS))

@@ -15,7 +15,7 @@ from faults.abusive_files import refit
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
 from faults.payloads import MANIFEST, PAYLOADS, Payload, fires
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.cli.main import build
 from tests.support import tiny_task
 
@@ -62,13 +62,13 @@ def _put_out(canary: Path) -> bool:
 
 
 def _refused(place: Path, command: list[str], canary: Path, call: Callable[[list[str]], End]) -> str | None:
-    journal, saved = (place / "journal.jsonl").read_bytes(), generations(place / CHECKPOINTS)
+    journal, saved = (place / "journal.jsonl").read_bytes(), list_generations(place / CHECKPOINTS)
     ended: list[End] = []
     return first_wrong(
         ("it is refused with 77", lambda: not ended.append(call(command)) and ended[0][0] == REFUSED),
         ("nothing was run", lambda: not canary.exists()),
         ("it says why", lambda: "run code" in ended[0][1]),
-        ("nothing else is taken instead", lambda: generations(place / CHECKPOINTS) == saved),
+        ("nothing else is taken instead", lambda: list_generations(place / CHECKPOINTS) == saved),
         ("and the run is as it was", lambda: (place / "journal.jsonl").read_bytes() == journal),
     )
 
@@ -86,7 +86,7 @@ def as_command(command: list[str]) -> End:
 def _in_checkpoint(place: Path, payload: Payload, content: bytes) -> None:
     """In the newest one, with the digest that the manifest then must have."""
     (place / "result.json").unlink()
-    newest = generations(place / CHECKPOINTS)[0].path
+    newest = list_generations(place / CHECKPOINTS)[0].path
     (newest / payload.place).write_bytes(content)
     if payload.place != MANIFEST:
         refit(newest)

@@ -19,13 +19,13 @@ from faults.abusive_files import CRAFTED, FILES, WRONG_TYPES, Craft, mutate
 from faults.judged import outcome
 from faults.memory import highest, in_a_new_process
 from faults.outcome import Outcome
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.errors import HalfstepError
 from halfstep.journal.events import Journal
 from halfstep.train.loop import Loop
-from halfstep.train.resume import find
+from halfstep.train.resume import find_checkpoint
 from halfstep.train.run import make_loop
-from halfstep.train.state import restore
+from halfstep.train.state import restore_state
 from tests.support.tiny_task import Tiny
 
 ID = "F40"
@@ -51,7 +51,7 @@ def run(full: bool) -> Outcome:
     with rig.scratch() as folder:
         assert rig.run(folder / "whole", {"train.steps": 12}) == 0, rig.said(folder / "whole")
         (folder / "whole" / "result.json").unlink()
-        shutil.rmtree(generations(folder / "whole" / CHECKPOINTS)[1].path)  # nothing to fall back on
+        shutil.rmtree(list_generations(folder / "whole" / CHECKPOINTS)[1].path)  # nothing to fall back on
         # Made here, for it is larger than what reading it may take.
         for number, craft in enumerate(crafted(full).values()):
             craft(_copy(folder / "whole", folder / f"crafted-{number}"))
@@ -74,7 +74,7 @@ def _wrong(name: str, end: Ended) -> str | None:
 def _copy(whole: Path, place: Path) -> Path:
     """The newest checkpoint of a copy of a run."""
     shutil.copytree(whole, place)
-    return generations(place / CHECKPOINTS)[0].path
+    return list_generations(place / CHECKPOINTS)[0].path
 
 
 def crafted(full: bool) -> dict[str, Craft]:
@@ -111,10 +111,10 @@ def _used(place: Path, loop: Loop, opened: list[Path]) -> Ended:
     opened.clear()
     began, clock = time.process_time(), time.perf_counter()
     try:
-        found = find(place)
+        found = find_checkpoint(place)
         assert found is not None, "began from nothing"
         assert found.auto_choices is not None
-        restore(loop.live, found.state)
+        restore_state(loop.live, found.state)
         how = "taken"
     except HalfstepError:
         how = "refused"

@@ -38,12 +38,12 @@ class Elsewhere:
 
     def __call__(self) -> None:
         name = f"host-{os.environ['RANK']}"
-        peers.host_id = lambda: name
+        peers.compute_host_id = lambda: name
         # Both names are imported by others already.
         from halfstep.train import process_group, status
 
-        process_group.host_id = peers.host_id
-        status.socket.gethostname = peers.host_id  # type: ignore[attr-defined]
+        process_group.compute_host_id = peers.compute_host_id
+        status.socket.gethostname = peers.compute_host_id  # type: ignore[attr-defined]
         self.trouble()
 
 

@@ -17,7 +17,7 @@ from faults.shortened import Shortened
 from faults.slowed import marker
 from faults.trouble import KINDS
 from halfstep.checkpoint.paths import Disk
-from halfstep.journal.jsonl import JOURNAL, saved_events
+from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
 from tests.support.tiny_task import Tiny
 
 ID = "F46"
@@ -104,7 +104,7 @@ def _lost(job: Job, settings: dict[str, Any], full: bool, whole: Path, **more: A
     code, seconds = job.ended(0, LATEST[full] + 10.0)
     told, said = job.statuses()[0], job.said(0)
     job.end()
-    ends = [event for event in saved_events(job.folder / JOURNAL) if event["event"] == "end"]
+    ends = [event for event in iterate_saved_events(job.folder / JOURNAL) if event["event"] == "end"]
     wrong = first_wrong(
         ("it was lost", lambda: begun and marker(job.folder).exists()),
         (f"exit code {code} after {seconds:.1f} s", lambda: code == LOST and seconds <= LATEST[full]),

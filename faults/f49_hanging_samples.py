@@ -13,7 +13,7 @@ from faults import rig
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
 from faults.shortened import Shortened, as_command
-from halfstep.journal.jsonl import JOURNAL, saved_events
+from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
 from tests.support.tiny_task import Points, Tiny
 
 ID = "F49"
@@ -72,7 +72,7 @@ def _hung(folder: Path, task: type[Tiny]) -> str | None:
     rig.wait_for(lambda: process.exitcode is not None or rig.last_step(folder) > 10)
     Path(f"{folder}.flag").touch()
     code = rig.ended(process)
-    events = list(saved_events(folder / JOURNAL))
+    events = list(iterate_saved_events(folder / JOURNAL))
     notes = [event["text"] for event in events if event["event"] == "note" and "is given up" in event["text"]]
     return first_wrong(
         (f"exit code {code}", lambda: code == 0),

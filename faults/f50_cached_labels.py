@@ -21,9 +21,9 @@ from faults.outcome import Outcome
 from halfstep.data import shard_index
 from halfstep.data.dataset import BadSample
 from halfstep.data.file_state import FileState
-from halfstep.data.shard_index import pack
+from halfstep.data.shard_index import pack_shard_rows
 from halfstep.data.shard_scan import LARGEST_LABEL, ShardRows, scan_shard
-from halfstep.data.shards import Shards, shard_set_at
+from halfstep.data.shards import Shards, build_shard_set
 from halfstep.errors import BadData
 
 ID = "F50"
@@ -91,10 +91,10 @@ def _edited(folder: Path, edit: Edit, sealed: bool) -> str | None:
     other = edit(real)
     if sealed:
         with mock.patch.object(shard_index, "scan_shard", return_value=other):
-            shard_index.build(shard_set_at(shard), kept, lambda done, of: None)
+            shard_index.scan_and_write_index(build_shard_set(shard), kept, lambda done, of: None)
     else:
-        rows = pack(real).content[:-SEAL]
-        kept.write_bytes(kept.read_bytes().replace(rows, pack(other).content[: len(rows)]))
+        rows = pack_shard_rows(real).content[:-SEAL]
+        kept.write_bytes(kept.read_bytes().replace(rows, pack_shard_rows(other).content[: len(rows)]))
     return _own_labels(shard, LABELS)
 
 

@@ -64,14 +64,14 @@ def _no_thread() -> None:
     def refused(*given: Any, **more: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    begin = worker_processes.Worker.__init__
+    begin = worker_processes.WorkerInitializer.__init__
 
     def then(self: Any, workers: int) -> None:
         begin(self, workers)
         # The queue of a worker has a thread; torch starts it with the first keys.
         threading.Thread.start = refused  # type: ignore[method-assign]
 
-    worker_processes.Worker.__init__ = then  # type: ignore[method-assign]
+    worker_processes.WorkerInitializer.__init__ = then  # type: ignore[method-assign]
 
 
 def _no_process() -> None:

@@ -10,7 +10,7 @@ from faults import mutants, rig
 from faults.f30_other_ranks import CUT, GLOBAL, SETTINGS, STEPS
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.errors import HalfstepError
 from halfstep.journal.jsonl import read_events
 from halfstep.runs import fit
@@ -68,7 +68,7 @@ def _claimed(world: World, folder: Path, before: str, after: str) -> str | None:
     place = folder / f"{before}-{after}"
     shutil.copytree(folder / before, place)
     (place / "result.json").unlink()
-    for one in generations(place / CHECKPOINTS):
+    for one in list_generations(place / CHECKPOINTS):
         if one.attempt > CUT:
             shutil.rmtree(one.path)
     said = world(place, after)

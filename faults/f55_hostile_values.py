@@ -17,13 +17,13 @@ from faults import child, rig
 from faults.judged import first_wrong, outcome
 from faults.outcome import Outcome
 from halfstep.errors import HalfstepError
-from halfstep.launch_variables import launched_rank, slurm_ranks
+from halfstep.launch_variables import convert_slurm_variables, read_launched_rank
 from halfstep.recipe.sources import read_recipe
-from halfstep.report.run_charts import smooth
-from halfstep.runs.resolve import resolved_recipe
-from halfstep.train.process_group import device_of
+from halfstep.report.run_charts import compute_moving_mean
+from halfstep.runs.resolve import resolve_run_recipe
+from halfstep.train.process_group import resolve_device
 from halfstep.train.run_folder import check_run
-from halfstep.train.state import checked_components
+from halfstep.train.state import check_state_components
 from halfstep.train.weights import load_weights
 
 ID = "F55"
@@ -50,9 +50,9 @@ def run(full: bool) -> Outcome:
             place.mkdir()
             trials[name] = _refused(case, place)
             shutil.rmtree(place)
-        trials["a run of one process"] = first_wrong(("it is one", lambda: launched_rank({}).world_size == 1))
-        trials["a rank of two"] = first_wrong(("it is one", lambda: launched_rank({**TWO, "RANK": "1"}).rank == 1))
-        trials["a curve of nothing"] = first_wrong(("it is empty", lambda: smooth([]) == []))
+        trials["a run of one process"] = first_wrong(("it is one", lambda: read_launched_rank({}).world_size == 1))
+        trials["a rank of two"] = first_wrong(("it is one", lambda: read_launched_rank({**TWO, "RANK": "1"}).rank == 1))
+        trials["a curve of nothing"] = first_wrong(("it is empty", lambda: compute_moving_mean([]) == []))
     return outcome(trials, "refused by name")
 
 
@@ -91,12 +91,12 @@ def _launches() -> dict[str, Case]:
     cases["MASTER_PORT=65536"] = _launch({**TWO, "MASTER_PORT": "65536"}, "MASTER_PORT")
     for name in ("SLURM_NTASKS", "SLURM_JOB_ID"):
         variables = {**STEP, name: "x"}
-        cases[f"{name}=x"] = Case(CONFIGURATION, name, lambda place, given=variables: slurm_ranks(given))  # type: ignore[misc]
+        cases[f"{name}=x"] = Case(CONFIGURATION, name, lambda place, given=variables: convert_slurm_variables(given))  # type: ignore[misc]
     return cases
 
 
 def _launch(variables: dict[str, str], names: str) -> Case:
-    return Case(CONFIGURATION, names, lambda place: launched_rank(variables))
+    return Case(CONFIGURATION, names, lambda place: read_launched_rank(variables))
 
 
 def _settings() -> dict[str, Case]:
@@ -119,20 +119,20 @@ def _settings() -> dict[str, Case]:
         name = "x" * 250 + "/" if length > 300 else "x"
         path = (name * length)[:length]
         cases[f"run.dir of {length} bytes"] = Case(TAKEN, "x" * 200, lambda place, to=path: _checked(place, to))  # type: ignore[misc]
-    cases["train.device=meta"] = Case(CONFIGURATION, "meta", lambda place: device_of("meta"))
+    cases["train.device=meta"] = Case(CONFIGURATION, "meta", lambda place: resolve_device("meta"))
     cases["optimizer.lr=1e308"] = Case(GAVE_UP, "not finite", _diverging)
     return cases
 
 
 def _resolved(words: list[str]) -> Any:
-    return resolved_recipe(read_recipe("segmentation_tiny"), words).recipe
+    return resolve_run_recipe(read_recipe("segmentation_tiny"), words).recipe
 
 
 def _own_recipe(place: Path, metrics: str) -> None:
     file = place / "own.yaml"
     content = {**read_recipe("segmentation_tiny").raw, "run": {"prometheus": metrics}}
     file.write_text(yaml.safe_dump(content))
-    resolved_recipe(read_recipe(str(file)))
+    resolve_run_recipe(read_recipe(str(file)))
 
 
 def _checked(place: Path, path: str) -> None:
@@ -171,7 +171,7 @@ def _opened(recipe: dict[str, Any]) -> None:
     from halfstep.train.state import COMPONENTS
 
     plain: dict[str, Any] = {name: {} for name in COMPONENTS}
-    checked_components({**plain, "recipe": recipe}, "the checkpoint")
+    check_state_components({**plain, "recipe": recipe}, "the checkpoint")
 
 
 def _empty_weights(place: Path) -> None:

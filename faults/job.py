@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from faults import child, mutants, rig
 from halfstep.checkpoint.paths import CHECKPOINTS, Disk
-from halfstep.checkpoint.reading import newest_intact
+from halfstep.checkpoint.reading import find_newest_intact
 from halfstep.files import read_json
-from halfstep.train.status import status_file
+from halfstep.train.status import name_status_file
 from tests.support.preloaded import server
 
 HALVED: dict[str, Any] = {"train.batch_size": 4}
@@ -82,7 +82,7 @@ class Job:
 
     def statuses(self) -> list[dict[str, Any]]:
         """What each rank wrote of itself."""
-        return [read_json(self.folder / status_file(rank)) or {} for rank in range(self.size)]
+        return [read_json(self.folder / name_status_file(rank)) or {} for rank in range(self.size)]
 
     def said(self, rank: int) -> str:
         return rig.said(self.folder, rank)
@@ -112,5 +112,5 @@ class Job:
 
 def saved_step(folder: Path) -> int:
     """The step of the newest checkpoint that is intact; -1 without one."""
-    verdict, _ = newest_intact(folder / CHECKPOINTS)
+    verdict, _ = find_newest_intact(folder / CHECKPOINTS)
     return -1 if verdict is None else verdict.generation.attempt

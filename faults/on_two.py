@@ -9,10 +9,10 @@ import halfstep
 from faults import child, mutants, rig
 from faults.everything import SETTINGS, Everything, Launch
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.checkpoint.reading import newest_intact, read_state
+from halfstep.checkpoint.reading import find_newest_intact, read_rank_state
 from halfstep.errors import HalfstepError
 from halfstep.runs import fit
-from halfstep.train.environment import read_generators
+from halfstep.train.environment import collect_rng_states
 from halfstep.train.loop import Loop
 from tests.support.digest import digest_of
 from tests.support.ranks import Ranks
@@ -69,7 +69,7 @@ def _watched(loop: Loop, seen: dict[str, Any]) -> Loop:
     save = loop.checkpoints.save
 
     def saving() -> None:
-        seen["attempt"], seen["saved"] = loop.progress.attempts, digest_of(read_generators(loop.stepper.device))
+        seen["attempt"], seen["saved"] = loop.progress.attempts, digest_of(collect_rng_states(loop.stepper.device))
         save()
 
     loop.checkpoints.save = saving  # type: ignore[method-assign]
@@ -77,7 +77,7 @@ def _watched(loop: Loop, seen: dict[str, Any]) -> Loop:
 
 
 def _noted(resumed: Any, loop: Loop, seen: dict[str, Any]) -> Any:
-    seen["began"] = digest_of(read_generators(loop.stepper.device))
+    seen["began"] = digest_of(collect_rng_states(loop.stepper.device))
     return resumed
 
 
@@ -88,12 +88,12 @@ def same(folder: Path, other: Path) -> bool:
 
 def digests(folder: Path) -> list[str]:
     """Of what each process saved last, but for the journal's length."""
-    verdict, _ = newest_intact(folder / CHECKPOINTS)
+    verdict, _ = find_newest_intact(folder / CHECKPOINTS)
     if verdict is None or verdict.manifest is None:
         return []
     found = []
     for rank in range(verdict.manifest.world_size):
-        plain, tensors = read_state(verdict.generation, rank)
+        plain, tensors = read_rank_state(verdict.generation, rank)
         plain["position"].pop("journal_sizes")
         plain["recipe"].pop("run")
         found.append(digest_of(plain, tensors))

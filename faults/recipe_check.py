@@ -27,20 +27,20 @@ class Ending(NamedTuple):
 
 def in_process(recipe: str, folder: Path, words: Sequence[str] = ()) -> Ending:
     """The same check, with `folder` as the place where it would make files."""
-    from halfstep.host_memory import nothing_collected
-    from halfstep.recipe.names import read_flags
-    from halfstep.recipe.resolve import resolve
+    from halfstep.host_memory import pause_gc
+    from halfstep.recipe.names import parse_typed_settings
+    from halfstep.recipe.resolve import resolve_recipe
     from halfstep.recipe.sources import read_recipe
-    from halfstep.runs.registry import task_class
+    from halfstep.runs.registry import find_task_class
 
     # Processor time: other work on the machine is not the check's.
     began = time.process_time()
     try:
         # A collection of everything that a test process has ever made is not the check's either.
-        with _inside(folder), nothing_collected():
+        with _inside(folder), pause_gc():
             found = read_recipe(recipe)
-            schema = task_class(str(found.raw.get("task"))).schema
-            resolved = resolve(found.raw, schema, read_flags(words, schema), found.label)
+            schema = find_task_class(str(found.raw.get("task"))).schema
+            resolved = resolve_recipe(found.raw, schema, parse_typed_settings(words, schema), found.label)
     except HalfstepError as error:
         return Ending(error.exit_code, str(error), time.process_time() - began)
     return Ending(0, "\n".join(resolved.notes), time.process_time() - began, resolved.recipe)

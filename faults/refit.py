@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.checkpoint import sealed
-from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations
-from halfstep.checkpoint.sealed import Sealed
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, list_generations
+from halfstep.checkpoint.sealed import SealedFile
 
 
 def refit(folder: Path, change: Callable[[dict[str, Any]], object], rank: int = 0) -> None:
     """Change the JSON of a run's newest checkpoint in place, and its manifest with it."""
     generation = _newest(folder)
-    name = sealed.state_of(rank)
+    name = sealed.name_state_file(rank)
     content = json.loads((generation.path / name).read_text())
     change(content)
     text = json.dumps(content, separators=(",", ":")).encode()
     (generation.path / name).write_bytes(text)
     old = sealed.read_manifest(generation)
-    own = Sealed(name, len(text), hashlib.sha256(text).hexdigest())
+    own = SealedFile(name, len(text), hashlib.sha256(text).hexdigest())
     files = tuple(own if one.name == name else one for one in old.files)
     _write(generation, dataclasses.replace(old, files=files).text())
 
@@ -40,11 +40,11 @@ def of_form(folder: Path, form: int) -> None:
     generation = _newest(folder)
     content = json.loads(sealed.read_manifest(generation).text())
     del content["seal"]
-    _write(generation, sealed.with_seal({**content, "format": form}))
+    _write(generation, sealed.add_seal({**content, "format": form}))
 
 
 def _newest(folder: Path) -> CheckpointDir:
-    return generations(folder / CHECKPOINTS)[0]
+    return list_generations(folder / CHECKPOINTS)[0]
 
 
 def _write(generation: CheckpointDir, text: bytes) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from faults import child, mutants
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.checkpoint.reading import newest_intact, read_state
-from halfstep.journal.jsonl import JOURNAL, read_events, saved_events
+from halfstep.checkpoint.reading import find_newest_intact, read_rank_state
+from halfstep.journal.jsonl import JOURNAL, iterate_saved_events, read_events
 from tests.support.digest import digest_of
 from tests.support.preloaded import server
 
@@ -90,9 +90,9 @@ def ending(folder: Path) -> Ending:
 
 
 def state_digest(folder: Path) -> str:
-    verdict, _ = newest_intact(folder / CHECKPOINTS)
+    verdict, _ = find_newest_intact(folder / CHECKPOINTS)
     assert verdict is not None, "no checkpoint"
-    plain, tensors = read_state(verdict.generation, 0)
+    plain, tensors = read_rank_state(verdict.generation, 0)
     plain["position"].pop("journal_sizes")
     plain["recipe"].pop("run")
     return digest_of(plain, tensors)
@@ -113,7 +113,7 @@ def committed(folder: Path) -> list[int]:
 
 def last_step(folder: Path) -> int:
     """The last one that the journal tells of, as far as it is written; 0 without any."""
-    steps = [event["attempt"] for event in saved_events(folder / JOURNAL) if event["event"] == "step"]
+    steps = [event["attempt"] for event in iterate_saved_events(folder / JOURNAL) if event["event"] == "step"]
     return max(steps, default=0)
 
 

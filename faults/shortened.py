@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.runs import fit
-from halfstep.train.signals import Stopping, end_process
-from halfstep.train.watchdog import end_hung
+from halfstep.train.signals import StopSignalHandler, end_process
+from halfstep.train.watchdog import end_hung_process
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Shortened:
 
 def as_command() -> None:
     """Let a run end its process where nothing else helps, as `halfstep train` does."""
-    fit.launch = functools.partial(fit.launch, on_hang=end_hung)
-    fit.Stopping = functools.partial(Stopping, end_process)  # type: ignore[misc, assignment]
+    fit.launch = functools.partial(fit.launch, on_hang=end_hung_process)
+    fit.StopSignalHandler = functools.partial(StopSignalHandler, end_process)  # type: ignore[misc, assignment]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Ema, Stepper, distributed
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.loss import DynamicScale
 from tests.support.digest import digest_of
 from tests.support.models import buffered_model, plain_model
@@ -39,7 +39,7 @@ def make(
     return Stepper(
         model,
         optimizer,
-        precision=precision_named(precision),
+        precision=resolve_precision_name(precision),
         schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.99),
         ema=Ema(model),
         loss_scale=scale,
@@ -51,7 +51,7 @@ def make(
 
 def weights(stepper: Stepper) -> str:
     """A digest of the whole weights, which must be the same on all ranks; every rank calls it."""
-    return digest_of({name: distributed.whole(p) for name, p in stepper.model.named_parameters()})
+    return digest_of({name: distributed.gather_full_tensor(p) for name, p in stepper.model.named_parameters()})
 
 
 def held(stepper: Stepper) -> str:
@@ -76,7 +76,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 def _local(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return distributed.local(value)
+        return distributed.unwrap_local_tensor(value)
     if isinstance(value, dict):
         return {key: _local(one) for key, one in value.items()}
     return [_local(one) for one in value] if isinstance(value, (list, tuple)) else value

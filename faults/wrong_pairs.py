@@ -18,7 +18,7 @@ from faults import child
 from halfstep import island
 from halfstep.journal.events import Journal
 from halfstep.recipe.names import Override
-from halfstep.recipe.resolve import resolve
+from halfstep.recipe.resolve import resolve_recipe
 from halfstep.train import setup
 from halfstep.train.loop import Loop
 from halfstep.train.run import make_loop
@@ -134,7 +134,7 @@ def loop_of(kind: Kind, folder: Path) -> Loop:
     """A run of this kind, ready for its first step."""
     settings = {**child.RECIPE, "model.batchnorm": False, "checkpoint.background": False, **kind.settings}
     overrides = [Override(key, value) for key, value in settings.items() if key != "task"]
-    recipe = resolve({"task": "tiny"}, Tiny.schema, overrides, "pair").recipe
+    recipe = resolve_recipe({"task": "tiny"}, Tiny.schema, overrides, "pair").recipe
     task = _Variant(recipe)
     task.kind = kind
     folder.mkdir(exist_ok=True)

@@ -28,7 +28,7 @@ if "--without-words" in sys.argv:
 import pytest
 import torch
 
-from halfstep.precision.flags import read_flags
+from halfstep.precision.flags import read_fp32_flags
 from tests.support import curves
 from tests.support.chromium import MISSING, Chromium, program
 from tests.support.forked_python import STARTING_PYTHON, SUBPROCESS
@@ -99,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def settings() -> dict[str, object]:
     return {
-        **read_flags(),
+        **read_fp32_flags(),
         "default dtype": torch.get_default_dtype(),
         "grad enabled": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),

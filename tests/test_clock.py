@@ -15,7 +15,7 @@ from halfstep import clock
 
 @pytest.mark.parametrize("count", range(clock.FEWEST_FOR_INTERVAL, 120))
 def test_the_interval_of_a_median_contains_it_in_95_percent_of_cases(count: int) -> None:
-    low, high = clock.median_interval([float(value) for value in range(count)])
+    low, high = clock.compute_median_interval([float(value) for value in range(count)])
     below = int(low)
     assert high == count - 1 - below
     # The median is outside if at most `below` of the values lie on one side of it.
@@ -31,9 +31,9 @@ def _compute(seconds: float) -> None:
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not count it")
 def test_time_without_a_core_is_told_from_time_without_work() -> None:
-    before = clock.queued_seconds()
+    before = clock.read_queued_seconds()
     time.sleep(0.1)
-    asleep = clock.queued_seconds() - before
+    asleep = clock.read_queued_seconds() - before
     core = min(os.sched_getaffinity(0))
     others = [multiprocessing.get_context("fork").Process(target=_compute, args=(0.3,)) for _ in range(2)]
     mine = os.sched_getaffinity(0)
@@ -41,9 +41,9 @@ def test_time_without_a_core_is_told_from_time_without_work() -> None:
     try:
         for other in others:
             other.start()
-        before = clock.queued_seconds()
+        before = clock.read_queued_seconds()
         _compute(0.1)
-        crowded = clock.queued_seconds() - before
+        crowded = clock.read_queued_seconds() - before
     finally:
         os.sched_setaffinity(0, mine)
         for other in others:

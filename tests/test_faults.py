@@ -144,13 +144,13 @@ def test_attacks_that_take_memory_are_seen_whatever_this_process_took_before(mon
 @pytest.mark.parametrize("name", [pytest.param("F01", marks=pytest.mark.full), "F02"])
 def test_a_check_that_makes_a_file_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    real = names.read_flags
+    real = names.parse_typed_settings
 
     def making(*given: Any) -> Any:
         Path("runs").touch()
         return real(*given)
 
-    monkeypatch.setattr(names, "read_flags", making)
+    monkeypatch.setattr(names, "parse_typed_settings", making)
     outcome = ROWS[name].run(False)
     assert outcome.passed < outcome.n
     assert Path.cwd() == tmp_path

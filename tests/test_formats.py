@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from halfstep.formats import BF16, FORMATS, FP8_E4M3, FP16, FP32, TF32, format_of, is_narrow
+from halfstep.formats import BF16, FORMATS, FP8_E4M3, FP16, FP32, TF32, find_format, is_narrow
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def test_tf32_has_the_range_of_fp32_and_the_steps_of_fp16() -> None:
 
 
 def test_formats_of_dtypes() -> None:
-    assert format_of(torch.bfloat16) is BF16
-    assert format_of(torch.float8_e4m3fn) is FP8_E4M3
-    assert format_of(torch.int64) is None
+    assert find_format(torch.bfloat16) is BF16
+    assert find_format(torch.float8_e4m3fn) is FP8_E4M3
+    assert find_format(torch.int64) is None
 
 
 @pytest.mark.parametrize(

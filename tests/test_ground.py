@@ -70,10 +70,10 @@ def test_without_words_errors_and_findings_say_their_id() -> None:
 
 @pytest.mark.wording
 def test_an_unknown_name_offers_the_nearest() -> None:
-    error = errors.unknown_name("precision", "fp61", ["fp16", "fp32", "fp16"])
+    error = errors.build_unknown_name_error("precision", "fp61", ["fp16", "fp32", "fp16"])
     assert error.allowed == "fp16, fp32"
     assert error.do == "did you mean 'fp16'?"
-    assert "did you mean" not in errors.unknown_name("precision", "zzz", ["fp16"]).do
+    assert "did you mean" not in errors.build_unknown_name_error("precision", "zzz", ["fp16"]).do
 
 
 def test_a_file_is_written_whole(tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ def test_two_processes_with_the_same_id_write_drafts_of_their_own(
 ) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1)  # as in two containers that share a volume
     path = tmp_path / "shared.json"
-    with files.replacing(path) as one, files.replacing(path) as other:
+    with files.replace_file(path) as one, files.replace_file(path) as other:
         one.write_text("one")
         other.write_text("other")
-        assert {files.draft_of(one.name), files.draft_of(other.name)} == {"shared.json"}
+        assert {files.find_draft_target(one.name), files.find_draft_target(other.name)} == {"shared.json"}
     assert path.read_text() == "one"
     assert [entry.name for entry in tmp_path.iterdir()] == ["shared.json"]
 
@@ -143,9 +143,9 @@ def test_a_file_too_large_to_be_ours_is_not_read(tmp_path: Path, monkeypatch: py
 
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert files.cache_folder() == tmp_path / "halfstep"
+    assert files.find_cache_folder() == tmp_path / "halfstep"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert files.cache_folder() == Path.home() / ".cache" / "halfstep"
+    assert files.find_cache_folder() == Path.home() / ".cache" / "halfstep"
 
 
 def test_a_ratio_finds_a_known_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_ratio_finds_a_known_slowdown(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     arms = {"one": lambda: taking(0.002), "three": lambda: taking(0.006)}
-    ratio = clock.ratios(arms, baseline="one", pairs=9)["three"]
+    ratio = clock.measure_time_ratios(arms, baseline="one", pairs=9)["three"]
     assert ratio.median == pytest.approx(3.0)
     assert ratio.low <= ratio.median <= ratio.high
     assert ratio.pairs == 9
@@ -170,7 +170,7 @@ def test_arms_are_interleaved_and_each_is_as_often_first_as_last(names: str) -> 
     arms = {name: (lambda name=name: order.append(name)) for name in names}  # type: ignore[misc]
     seen: list[tuple[int, int]] = []
     pairs = 2 * len(names)
-    clock.ratios(arms, baseline="a", pairs=pairs, progress=lambda done, all_: seen.append((done, all_)))
+    clock.measure_time_ratios(arms, baseline="a", pairs=pairs, progress=lambda done, all_: seen.append((done, all_)))
     rounds = [order[start : start + len(names)] for start in range(0, len(order), len(names))]
     assert all(sorted(turn) == list(names) for turn in rounds)
     assert Counter(turn[0] for turn in rounds) == Counter(turn[-1] for turn in rounds) == dict.fromkeys(names, 2)
@@ -179,7 +179,7 @@ def test_arms_are_interleaved_and_each_is_as_often_first_as_last(names: str) -> 
 
 def test_seconds_is_an_average() -> None:
     calls: list[int] = []
-    assert clock.seconds(lambda: calls.append(1), 10) < 0.01
+    assert clock.measure_call_seconds(lambda: calls.append(1), 10) < 0.01
     assert len(calls) == 10
 
 

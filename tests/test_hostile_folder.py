@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from halfstep.checkpoint.paths import CheckpointDir, generations
+from halfstep.checkpoint.paths import CheckpointDir, list_generations
 from halfstep.cli.main import build
 from halfstep.files import LARGEST_JSON, read_json
-from halfstep.printable import printable
+from halfstep.printable import escape_unprintable
 from halfstep.runs import verify
 
 WORDS = ["segmentation_tiny", "data.samples=64", "train.steps=12", "train.batch_size=4", "checkpoint.every_steps=3"]
@@ -84,8 +84,8 @@ def test_nothing_is_changed_through_a_link(run: Path, tmp_path: Path, name: str)
 @pytest.mark.wording
 @pytest.mark.parametrize("leads", ["nowhere", "to a checkpoint"])
 def test_a_link_in_a_checkpoints_place_is_a_problem_and_no_crash(run: Path, leads: str) -> None:
-    kept = generations(run / "checkpoints")[0].path
-    for one in generations(run / "checkpoints")[1:]:
+    kept = list_generations(run / "checkpoints")[0].path
+    for one in list_generations(run / "checkpoints")[1:]:
         shutil.rmtree(one.path)
     target = kept.rename(run / "elsewhere") if leads == "to a checkpoint" else Path("/nowhere")
     shutil.rmtree(kept, ignore_errors=True)
@@ -100,8 +100,8 @@ def test_a_link_in_a_checkpoints_place_is_a_problem_and_no_crash(run: Path, lead
 def test_checkpoints_that_are_always_gone_end_the_search(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = CheckpointDir(run / "checkpoints" / "step-00000001.0001", 1, 1)
     asked = []
-    monkeypatch.setattr("halfstep.checkpoint.paths.generations", lambda folder: asked.append(folder) or [gone])
-    assert verify.read_checkpoints(run).verdicts == []
+    monkeypatch.setattr("halfstep.checkpoint.paths.list_generations", lambda folder: asked.append(folder) or [gone])
+    assert verify.verify_checkpoints(run).verdicts == []
     assert len(asked) == verify.TRIES
 
 
@@ -164,8 +164,8 @@ def test_a_name_in_an_error_cannot_command_a_terminal(tmp_path: Path) -> None:
 
 
 def test_every_character_can_be_printed() -> None:
-    assert printable("a é 🚀\n\r\x00\x9b\u202e\udcff") == "a é 🚀\n" + r"\r\x00\x9b\u202e\udcff"
-    assert printable("") == ""
+    assert escape_unprintable("a é 🚀\n\r\x00\x9b\u202e\udcff") == "a é 🚀\n" + r"\r\x00\x9b\u202e\udcff"
+    assert escape_unprintable("") == ""
 
 
 # -- what is exported -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from halfstep.json_data import JsonResult, json_data
+from halfstep.json_data import JsonResult, convert_to_json_data
 
 
 class Kind(Enum):
@@ -48,5 +48,5 @@ def test_a_result_becomes_the_keys_that_it_names_in_their_order() -> None:
 
 def test_plain_data_stays_as_it_is() -> None:
     plain = {"a": [1, None, True, 0.5, "text"], "b": {}}
-    assert json_data(plain) == plain
-    assert json_data((1, 2)) == [1, 2]
+    assert convert_to_json_data(plain) == plain
+    assert convert_to_json_data((1, 2)) == [1, 2]

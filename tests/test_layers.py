@@ -167,7 +167,7 @@ def test_the_step_is_usable_alone() -> None:
     [
         ("precision/bad.py", "from halfstep.step.window import Window", 1),
         ("errors.py", "import halfstep.precision.names", 1),
-        ("step/fine.py", "from halfstep.observe.precision_check import Watch", 0),
+        ("step/fine.py", "from halfstep.observe.precision_check import PrecisionObserver", 0),
         ("step/bad.py", "from halfstep import Stepper", 1),
         ("cli/fine.py", "from halfstep._version import __version__", 0),
         ("observe/bad.py", "def f():\n    from halfstep.step import lane", 1),

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import halfstep
-from halfstep.data.layout import data_place
+from halfstep.data.layout import resolve_data_path
 from halfstep.errors import BadData, StorageFailed
-from halfstep.files import cache_folder
-from halfstep.precision.hardware import describe
-from halfstep.precision.probe import Measurements, read_cache, write_cache
+from halfstep.files import find_cache_folder
+from halfstep.precision.hardware import describe_device
+from halfstep.precision.probe import Measurements, read_cached_measurements, write_cached_measurements
 from tests.support.commands import typed
 
 ELSEWHERE = "~no-such-user/images"
@@ -30,24 +30,27 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_home_nothing_is_cached_and_nothing_fails(no_home: None) -> None:
-    device = describe("cpu")
+    device = describe_device("cpu")
     found = Measurements({}, {}, seconds=0.0)
-    assert write_cache(device, found) is found
-    assert read_cache(device) is None
-    assert not cache_folder().exists()
+    assert write_cached_measurements(device, found) is found
+    assert read_cached_measurements(device) is None
+    assert not find_cache_folder().exists()
 
 
 @pytest.mark.wording
 def test_without_a_home_a_data_set_has_no_place(no_home: None) -> None:
-    from halfstep.data.sets.getting import _storing
+    from halfstep.data.sets.getting import _replace_storage_errors
 
-    with pytest.raises(StorageFailed, match="XDG_CACHE_HOME"), _storing(cache_folder() / "data" / "cifar10"):
-        (cache_folder() / "data").mkdir(parents=True)
+    with (
+        pytest.raises(StorageFailed, match="XDG_CACHE_HOME"),
+        _replace_storage_errors(find_cache_folder() / "data" / "cifar10"),
+    ):
+        (find_cache_folder() / "data").mkdir(parents=True)
 
 
 @pytest.mark.wording
 def test_the_home_of_an_unknown_user_is_a_path_that_is_not_there() -> None:
-    assert data_place(ELSEWHERE) == Path(ELSEWHERE)
+    assert resolve_data_path(ELSEWHERE) == Path(ELSEWHERE)
     with pytest.raises(BadData, match="no-such-user"):
         halfstep.load(ELSEWHERE)
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.cli._commands import Commands
-from halfstep.cli._out_of_memory import _changes, _ledger_table, _verdict
+from halfstep.cli._commands import CommandGroup
+from halfstep.cli._out_of_memory import _build_ledger_table, _choose_setting_changes, _describe_fitting_batch
 from halfstep.errors import OUT_OF_MEMORY, BadRecipe, OutOfMemory
 from halfstep.journal.jsonl import read_events
-from halfstep.measure.case import Case, case_of
+from halfstep.measure.case import Case, build_case
 from halfstep.measure.memory.devices import device_named
-from halfstep.measure.memory.way_out import WayOut, way_out, within_reach
-from halfstep.out_of_memory import as_error, is_out_of_memory
+from halfstep.measure.memory.way_out import MemoryRemedy, compute_usable_memory, find_memory_remedy
+from halfstep.out_of_memory import convert_memory_error, is_out_of_memory
 from halfstep.train.loop import Loop
-from halfstep.train.microbatches import division_notes, for_ranks, smaller_microbatches
+from halfstep.train.microbatches import adapt_microbatches, choose_smaller_microbatches, describe_divided_microbatches
 from tests.support.commands import Command
 from tests.support.forked_python import fork_processes
 from tests.support.tiny_task import Tiny
@@ -52,7 +52,7 @@ def test_each_way_of_saying_it_is_recognised_and_no_other() -> None:
     assert is_out_of_memory(MemoryError())
     for other in (RuntimeError("shapes do not match"), ValueError(), KeyboardInterrupt()):
         assert not is_out_of_memory(other)
-        assert as_error(other, "", "") is None
+        assert convert_memory_error(other, "", "") is None
 
 
 def test_what_the_failed_work_held_is_let_go() -> None:
@@ -69,7 +69,7 @@ def test_what_the_failed_work_held_is_let_go() -> None:
 
     error = caught(work)
     assert held[0]() is not None
-    assert as_error(error, "here", "less") is not None
+    assert convert_memory_error(error, "here", "less") is not None
     assert held[0]() is None
 
 
@@ -80,7 +80,7 @@ def test_what_the_failed_work_held_is_let_go() -> None:
 def test_a_step_in_pieces_has_the_same_samples(
     batch: int, microbatches: int, at_most: int, wanted: tuple[int, int]
 ) -> None:
-    found = smaller_microbatches(batch, microbatches, at_most)
+    found = choose_smaller_microbatches(batch, microbatches, at_most)
     assert tuple(found.values()) == wanted
     assert found["train.batch_size"] * found["train.microbatches"] == batch * microbatches
 
@@ -89,12 +89,12 @@ def test_a_step_in_pieces_has_the_same_samples(
 def test_a_step_in_pieces_says_what_it_changes(batchnorm: bool) -> None:
     recipe = Tiny.schema.model_validate({"task": "tiny", "train": {"batch_size": 8, "microbatches": 3}, **EMPTY})
     model = torch.nn.BatchNorm2d(3) if batchnorm else torch.nn.GroupNorm(1, 3)
-    halves = for_ranks(recipe, 1, 4)
+    halves = adapt_microbatches(recipe, 1, 4)
     assert (halves.train.batch_size, halves.train.microbatches) == (2, 12)
-    [said] = division_notes(halves, 4, model)
+    [said] = describe_divided_microbatches(halves, 4, model)
     assert "a step takes the same samples, 2 at a time" in said
     assert ("batch statistics" in said) == batchnorm
-    assert division_notes(recipe, 1, model) == []
+    assert describe_divided_microbatches(recipe, 1, model) == []
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,9 @@ def test_a_global_batch_is_divided_by_the_ranks_and_by_what_fits(
     ranks: int, parts: int, expected: tuple[int, int]
 ) -> None:
     train = {"batch_size": 8, "global_batch": 24}
-    found = for_ranks(Tiny.schema.model_validate({"task": "tiny", "train": train, **EMPTY}), ranks, parts).train
+    found = adapt_microbatches(
+        Tiny.schema.model_validate({"task": "tiny", "train": train, **EMPTY}), ranks, parts
+    ).train
     assert (found.batch_size, found.microbatches) == expected
     assert found.batch_size * found.microbatches * ranks == 24
 
@@ -113,7 +115,7 @@ def test_a_global_batch_is_divided_by_the_ranks_and_by_what_fits(
 def test_a_global_batch_that_ranks_cannot_share_is_refused() -> None:
     recipe = Tiny.schema.model_validate({"task": "tiny", "train": {"global_batch": 24}, **EMPTY})
     with pytest.raises(BadRecipe, match="24 on 5 ranks") as caught:
-        for_ranks(recipe, 5, 1)
+        adapt_microbatches(recipe, 5, 1)
     assert caught.value.do == "use 4 ranks, or train.global_batch=25"
 
 
@@ -163,7 +165,7 @@ def test_a_run_that_does_not_fit_says_what_to_type(tmp_path: Path, task: type[Ti
 def test_any_command_ends_with_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
     import typer
 
-    app = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
+    app = typer.Typer(cls=CommandGroup, pretty_exceptions_enable=False)
     app.callback()(lambda debug=False: None)
     app.command("greedy")(too_much)
     with pytest.raises(SystemExit) as ended:
@@ -174,16 +176,16 @@ def test_any_command_ends_with_its_own_code(capsys: pytest.CaptureFixture[str]) 
 
 def case() -> Case:
     model = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 3, padding=1) for _ in range(8)))
-    return case_of(model, lambda model, batch: model(batch).square().mean(), torch.randn(32, 3, 32, 32))
+    return build_case(model, lambda model, batch: model(batch).square().mean(), torch.randn(32, 3, 32, 32))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 2.0])
 def test_the_largest_batch_that_fits_is_found_by_ledgers(share: float) -> None:
     here = device_named("here")
-    whole = way_out(case, "fp32", 32, here, 2**40)
+    whole = find_memory_remedy(case, "fp32", 32, here, 2**40)
     assert whole.batch > 32
     assert whole.peak == sum(whole.at_peak.values()) > 2**20
-    found = way_out(case, "fp32", 32, here, int(whole.peak * share))
+    found = find_memory_remedy(case, "fp32", 32, here, int(whole.peak * share))
     assert (found.batch == 0, found.batch >= 32) == (share == 0.0, share > 1.0)
     if share == 0.4:
         assert 8 <= found.batch <= 14, "activations are nearly all of it"
@@ -191,7 +193,7 @@ def test_the_largest_batch_that_fits_is_found_by_ledgers(share: float) -> None:
 
 def test_what_is_within_reach_is_no_more_than_there_is() -> None:
     here = device_named("here")
-    assert 0 < within_reach(here) <= here.usable
+    assert 0 < compute_usable_memory(here) <= here.usable
 
 
 AT_PEAK = {"weights": 100, "activations": 2**30, "batch": 0}
@@ -217,10 +219,10 @@ AT_PEAK = {"weights": 100, "activations": 2**30, "batch": 0}
 def test_the_line_to_type_has_what_fits(found: dict[str, int], said: str, sizes: dict[str, Any]) -> None:
     failed = OutOfMemory("out of memory")
     failed.batch, failed.microbatches = 8, 2
-    everything = WayOut(AT_PEAK, "the update", 2**29, **found)
-    assert said in _verdict(failed, everything)
-    assert _changes(failed, everything) == sizes
-    parts = [part for part, _ in _ledger_table(everything).rows]
+    everything = MemoryRemedy(AT_PEAK, "the update", 2**29, **found)
+    assert said in _describe_fitting_batch(failed, everything)
+    assert _choose_setting_changes(failed, everything) == sizes
+    parts = [part for part, _ in _build_ledger_table(everything).rows]
     assert "activations" in parts
     assert "batch" not in parts
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from halfstep import peers
-from halfstep.peers import Peers, RankProcess, is_gone, read_processes, start_of, this_process
+from halfstep.peers import Peers, RankProcess, is_process_gone, parse_processes, read_own_process, read_process_start
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states of processes are read from /proc")
 
@@ -25,30 +25,30 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def of(process: subprocess.Popen[bytes], rank: int = 1) -> RankProcess:
-    return RankProcess(rank, process.pid, start_of(process.pid))
+    return RankProcess(rank, process.pid, read_process_start(process.pid))
 
 
 def test_a_process_that_ended_is_gone_before_anybody_has_waited_for_it(child: subprocess.Popen[bytes]) -> None:
     one = of(child)
-    assert not is_gone(one)
+    assert not is_process_gone(one)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert is_gone(one), "a zombie"
+    assert is_process_gone(one), "a zombie"
     child.wait()
-    assert is_gone(one), "no such process"
+    assert is_process_gone(one), "no such process"
 
 
 def test_a_stopped_process_is_not_gone(child: subprocess.Popen[bytes]) -> None:
     one = of(child)
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-    assert not is_gone(one)
+    assert not is_process_gone(one)
 
 
 def test_another_process_with_the_same_number_is_not_the_rank() -> None:
-    own = this_process(0)
-    assert not is_gone(own)
-    assert is_gone(own._replace(began="1"))
+    own = read_own_process(0)
+    assert not is_process_gone(own)
+    assert is_process_gone(own._replace(began="1"))
 
 
 def test_ranks_are_gone_a_moment_after_their_end(
@@ -56,7 +56,7 @@ def test_ranks_are_gone_a_moment_after_their_end(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(peers.time, "monotonic", lambda: clock[0])
-    others = Peers([of(child), this_process(2)], [3])
+    others = Peers([of(child), read_own_process(2)], [3])
     assert others.gone() == {}
     child.kill()
     child.wait()
@@ -69,4 +69,4 @@ def test_ranks_are_gone_a_moment_after_their_end(
 
 def test_a_rank_that_came_twice_counts_with_its_last_process() -> None:
     text = "".join(map(str, (RankProcess(0, 10, "5"), RankProcess(1, 11, "6"), RankProcess(1, 12, "7"))))
-    assert read_processes(text) == [RankProcess(0, 10, "5"), RankProcess(1, 12, "7")]
+    assert parse_processes(text) == [RankProcess(0, 10, "5"), RankProcess(1, 12, "7")]

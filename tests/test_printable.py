@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 import halfstep
-from halfstep.printable import in_line, printable
-from halfstep.terminal import say, screen
+from halfstep.printable import escape_to_one_line, escape_unprintable
+from halfstep.terminal import create_console, print_plain_text
 
 HOSTILE = [
     "a\x1b]0;PWNED\x07\x1b[31mRED\x1b[2J",
@@ -49,16 +49,16 @@ def harmless(text: str) -> bool:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_name_is_only_read(name: str) -> None:
-    assert harmless(printable(name))
-    assert in_line(name + "\nFinished").isprintable()
-    assert printable("a\nb") == "a\nb"
-    assert in_line("a\nb") == "a b"
+    assert harmless(escape_unprintable(name))
+    assert escape_to_one_line(name + "\nFinished").isprintable()
+    assert escape_unprintable("a\nb") == "a\nb"
+    assert escape_to_one_line("a\nb") == "a b"
     for text in ("ordinary.png", "größe 1 × 2", "日本語.png", "[a]"):
-        assert printable(text) == in_line(text) == text
+        assert escape_unprintable(text) == escape_to_one_line(text) == text
 
 
 def drawn(content: object, width: int = 80) -> str:
-    console = screen(file=io.StringIO(), width=width)
+    console = create_console(file=io.StringIO(), width=width)
     console.print(content)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -76,7 +76,9 @@ def test_no_renderable_lets_it_through(name: str) -> None:
 
 
 def test_colours_and_bars_of_our_own_go_through() -> None:
-    console = screen(file=io.StringIO(), force_terminal=True, color_system="standard", width=60, legacy_windows=False)
+    console = create_console(
+        file=io.StringIO(), force_terminal=True, color_system="standard", width=60, legacy_windows=False
+    )
     with Progress(console=console) as bar:
         bar.add_task("working\x1b[2J", total=2)
         console.print(Text("good", style="green"))
@@ -88,7 +90,7 @@ def test_colours_and_bars_of_our_own_go_through() -> None:
 
 
 def test_lines_to_copy_are_said_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    say("a" * 200 + "\n" + HOSTILE[0])
+    print_plain_text("a" * 200 + "\n" + HOSTILE[0])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "a" * 200
     assert lines[1].isprintable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from halfstep import terminal as module
-from halfstep.terminal import progress
+from halfstep.terminal import display_progress
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_log_hears_of_a_long_job_now_and_then(seconds: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with progress("getting ready", "samples") as tell:
+    with display_progress("getting ready", "samples") as tell:
         for done in range(0, 4001, 10):
             seconds[0] = done * 0.1
             tell(done, 4000)
@@ -30,7 +30,7 @@ def test_a_log_hears_of_a_long_job_now_and_then(seconds: list[float], capsys: py
 
 
 def test_a_short_job_leaves_no_line(seconds: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with progress("sampling", "steps") as tell:
+    with display_progress("sampling", "steps") as tell:
         seconds[0] = 59.0
         tell(9, 10)
         tell(10, 10)
@@ -43,7 +43,7 @@ def test_a_short_job_leaves_no_line(seconds: list[float], capsys: pytest.Capture
 def test_what_is_not_known_is_not_said(
     done: int, of: int, line: str, seconds: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with progress("planning", "s") as tell:
+    with display_progress("planning", "s") as tell:
         seconds[0] = 100.0
         tell(done, of)
     said = capsys.readouterr().err
@@ -53,7 +53,7 @@ def test_what_is_not_known_is_not_said(
 
 def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress("sampling", "steps") as tell:
+    with display_progress("sampling", "steps") as tell:
         tell(3, 10)
     said = capsys.readouterr().err
     assert "sampling" in said

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from halfstep import distributed
-from halfstep.checkpoint.commit import RankSnapshot, Saver
-from halfstep.checkpoint.paths import generations
-from halfstep.checkpoint.reading import verified
+from halfstep.checkpoint.commit import CheckpointSaver, RankSnapshot
+from halfstep.checkpoint.paths import list_generations
+from halfstep.checkpoint.reading import verify_checkpoint
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -31,9 +31,9 @@ def decided_often(rank: int, times: int) -> dict[str, Any]:
     for number in range(times):
         found = json.loads(party.decide(f"{number} of {rank}", conclude))
         assert found == [f"{number} of 0", f"{number} of 1", "ü"]
-        distributed.from_all("")  # both ranks have tidied up, and neither goes on before they are counted
-        keys.append(distributed._store().num_keys())
-        distributed.from_all("")
+        distributed.gather_texts("")  # both ranks have tidied up, and neither goes on before they are counted
+        keys.append(distributed._find_default_store().num_keys())
+        distributed.gather_texts("")
     return {"concluded": len(concluded), "keys": keys}
 
 
@@ -44,7 +44,7 @@ def test_rank_zero_alone_concludes_and_the_store_does_not_grow(on_ranks: Ranks) 
 
 
 def asked_beside(rank: int) -> float:
-    party, flag = distributed.RankGroup(), distributed.Flag()
+    party, flag = distributed.RankGroup(), distributed.SharedFlag()
     flag.is_raised()
     if rank == 1:
         time.sleep(1.0)
@@ -83,7 +83,7 @@ def test_who_leaves_does_not_wait_for_a_rank_that_is_gone(on_ranks: Ranks) -> No
 
 def saved_by_one(rank: int, folder: str) -> list[str]:
     """Rank 1 is gone when rank 0 ends with a save in flight."""
-    saver = Saver(Path(folder) / "checkpoints", keep=2, party=distributed.RankGroup())
+    saver = CheckpointSaver(Path(folder) / "checkpoints", keep=2, party=distributed.RankGroup())
     if rank == 0:
         saver.save(RankSnapshot(3, {}, {"w": torch.ones(2)}))
     saver.close(0.5)
@@ -96,12 +96,12 @@ def test_a_run_that_ends_does_not_wait_for_the_save_of_a_rank_that_is_gone(on_ra
     assert len(told) == 1
     assert told[0].startswith("no answer from rank 1 for "), told
     assert time.monotonic() - began < 30.0
-    assert not generations(tmp_path / "checkpoints")
+    assert not list_generations(tmp_path / "checkpoints")
 
 
 def saved_by_both(rank: int, folder: str) -> list[str]:
     """Rank 1 is two seconds behind; both end with the save in flight."""
-    saver = Saver(Path(folder) / "checkpoints", keep=2, party=distributed.RankGroup())
+    saver = CheckpointSaver(Path(folder) / "checkpoints", keep=2, party=distributed.RankGroup())
     time.sleep(2.0 * rank)
     saver.save(RankSnapshot(3, {"rank": rank}, {"w": torch.full((2,), float(rank))}))
     saver.close()
@@ -110,8 +110,8 @@ def saved_by_both(rank: int, folder: str) -> list[str]:
 
 def test_a_save_in_flight_is_committed_where_all_ranks_end_alive(on_ranks: Ranks, tmp_path: Path) -> None:
     assert on_ranks(saved_by_both, str(tmp_path)) == [["None"], ["None"]]
-    (found,) = generations(tmp_path / "checkpoints")
-    verdict = verified(found)
+    (found,) = list_generations(tmp_path / "checkpoints")
+    verdict = verify_checkpoint(found)
     assert verdict.problem is None
     assert verdict.manifest is not None
     assert verdict.manifest.world_size == 2

@@ -12,7 +12,7 @@ import pytest
 
 from halfstep import status_line
 from halfstep.cli.main import QUICK, build
-from halfstep.runs.resolve import with_changes, without_precision
+from halfstep.runs.resolve import apply_setting_changes, remove_precision
 
 NEVER = (
     *(
@@ -69,9 +69,8 @@ def python(code: str, *words: object, folder: Path) -> subprocess.CompletedProce
 
 def test_a_line_at_once(tmp_path: Path) -> None:
     """Of processor time: how long a machine lets others wait is its own affair."""
-    before = (
-        "import os, time, halfstep.status_line as w; w._write = lambda t: (print(time.process_time()), os._exit(0))\n"
-    )
+    before = "import os, time, halfstep.status_line as w\n"
+    before += "w._write_stderr = lambda t: (print(time.process_time()), os._exit(0))\n"
     code = before + "import sys; sys.argv = ['halfstep', 'train', 'unet']\nfrom halfstep.cli.main import main; main()"
     # Others may be at work beside it; the quickest of a few is its own.
     assert min(float(python(code, folder=tmp_path).stdout) for _ in range(3)) <= 0.5
@@ -162,12 +161,12 @@ def test_what_is_wrong_is_said_before_torch_is_loaded(folder: Path) -> None:
 
 @pytest.mark.wording
 def test_a_folder_in_use_is_told_of_before_torch_is_loaded(folder: Path, tmp_path: Path) -> None:
-    from halfstep.train.run_folder import lock
+    from halfstep.train.run_folder import lock_folder
 
     used = tmp_path / "used"
     used.mkdir()
     (used / "recipe.yaml").write_text((folder / "done" / "recipe.yaml").read_text())
-    held = lock(used)
+    held = lock_folder(used)
     try:
         done = python(WITHOUT_TORCH, "train", "segmentation_tiny", "run.dir=used", folder=tmp_path)
     finally:
@@ -177,21 +176,21 @@ def test_a_folder_in_use_is_told_of_before_torch_is_loaded(folder: Path, tmp_pat
 
 
 def test_help_waits_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    status_line.clear()
+    status_line.clear_status_line()
     assert "recipes" in QUICK
     status_line.show_status("halfstep train x\x1b[2J: reading\n")
     status_line.show_status("halfstep train x\x1b[2J: reading\n")
-    status_line.show("nothing in a log")
-    status_line.clear()
+    status_line.show_on_terminal("nothing in a log")
+    status_line.clear_status_line()
     assert capsys.readouterr().err == "halfstep train x\\x1b[2J: reading \n"
 
 
 def test_what_to_type_next_sets_nothing_twice() -> None:
     typed = ["--bf16", "--lr", "0.1", "--batch_size", "2", "data.path=a b", "--compile"]
-    assert with_changes("unet", typed, "--fp16", "train.batch_size=8") == [
+    assert apply_setting_changes("unet", typed, "--fp16", "train.batch_size=8") == [
         *("unet", "--lr", "0.1", "data.path=a b", "--compile", "--fp16", "train.batch_size=8")
     ]
-    assert without_precision("unet", ["--precision", "bf16", "--use_amp", "--amp_dtype=float16", "--seed=1"]) == [
+    assert remove_precision("unet", ["--precision", "bf16", "--use_amp", "--amp_dtype=float16", "--seed=1"]) == [
         *("unet", "--seed=1")
     ]
-    assert with_changes("unet", ["--compile", "false"], "train.compile=true") == ["unet", "train.compile=true"]
+    assert apply_setting_changes("unet", ["--compile", "false"], "train.compile=true") == ["unet", "train.compile=true"]

@@ -13,7 +13,7 @@ import torch
 from halfstep import user_code
 from halfstep.observe import nonfinite_origin
 from halfstep.step import rerun, stepper
-from halfstep.user_code import is_theirs, is_user_file, running_line, shown
+from halfstep.user_code import find_running_line, is_user_file, is_user_or_package, shorten_path
 
 HERE = "test_user_code.py"
 
@@ -26,21 +26,21 @@ def number_of(line: str | None) -> int:
 
 
 def test_the_innermost_line_that_is_a_persons() -> None:
-    assert number_of(running_line()) == sys._getframe().f_lineno
+    assert number_of(find_running_line()) == sys._getframe().f_lineno
     # Python's own sorted() and functools run it, from here.
-    found = [running_line() for _ in map(str, [1])]
+    found = [find_running_line() for _ in map(str, [1])]
     assert number_of(found[0]) == sys._getframe().f_lineno - 1
 
 
 def test_code_without_a_file_is_left_out() -> None:
-    place: dict[str, object] = {"running_line": running_line}
+    place: dict[str, object] = {"running_line": find_running_line}
     exec("found = running_line()", place)
     assert number_of(str(place["found"])) == sys._getframe().f_lineno - 1
 
 
 @pytest.mark.parametrize("runner", [stepper, rerun])
 def test_lines_outside_of_what_runs_a_loss_function_asked_for_nothing(runner: ModuleType) -> None:
-    place: dict[str, object] = {"running_line": running_line}
+    place: dict[str, object] = {"running_line": find_running_line}
     exec(compile("found = running_line()", str(runner.__file__), "exec"), place)
     assert place["found"] is None
 
@@ -55,7 +55,7 @@ def test_backward_has_no_line_unless_a_person_wrote_it() -> None:
 
         @staticmethod
         def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
-            lines.append(running_line())
+            lines.append(find_running_line())
             return gradients[0]
 
     x = torch.ones(1, requires_grad=True)
@@ -68,14 +68,14 @@ def test_backward_has_no_line_unless_a_person_wrote_it() -> None:
 
 def test_whose_a_file_is() -> None:
     packages = Path(sysconfig.get_path("purelib"))
-    assert is_theirs(__file__)
-    assert is_theirs(str(packages / "timm" / "models" / "resnet.py"))
-    assert is_theirs(str(packages / "torchvision" / "models" / "resnet.py"))
-    assert not is_theirs(str(Path(torch.__file__).parent / "nn" / "modules" / "linear.py"))
-    assert not is_theirs(nonfinite_origin.__file__)
-    assert not is_theirs(user_code.__file__)
-    assert not is_theirs(str(Path(sysconfig.get_path("stdlib")) / "functools.py"))
-    assert not is_theirs("<string>")
+    assert is_user_or_package(__file__)
+    assert is_user_or_package(str(packages / "timm" / "models" / "resnet.py"))
+    assert is_user_or_package(str(packages / "torchvision" / "models" / "resnet.py"))
+    assert not is_user_or_package(str(Path(torch.__file__).parent / "nn" / "modules" / "linear.py"))
+    assert not is_user_or_package(nonfinite_origin.__file__)
+    assert not is_user_or_package(user_code.__file__)
+    assert not is_user_or_package(str(Path(sysconfig.get_path("stdlib")) / "functools.py"))
+    assert not is_user_or_package("<string>")
     assert is_user_file(__file__)
     assert not is_user_file(str(packages / "timm" / "models" / "resnet.py"))
     assert not is_user_file(nonfinite_origin.__file__)
@@ -83,6 +83,6 @@ def test_whose_a_file_is() -> None:
 
 def test_files_are_shown_as_people_know_them() -> None:
     packages = Path(sysconfig.get_path("purelib"))
-    assert shown(str(packages / "timm" / "layers" / "norm.py")) == str(Path("timm/layers/norm.py"))
-    assert shown(str(Path.cwd() / "train.py")) == "train.py"
-    assert shown("/elsewhere/train.py") == "/elsewhere/train.py"
+    assert shorten_path(str(packages / "timm" / "layers" / "norm.py")) == str(Path("timm/layers/norm.py"))
+    assert shorten_path(str(Path.cwd() / "train.py")) == "train.py"
+    assert shorten_path("/elsewhere/train.py") == "/elsewhere/train.py"

@@ -441,9 +441,9 @@ def step_inside_a_step_is_refused() -> str:
 @loop
 def two_threads_two_steppers() -> str:
     """Two trainings side by side, bitwise as one after the other, and torch's switches as they were."""
-    from halfstep.precision.flags import read_flags
+    from halfstep.precision.flags import read_fp32_flags
 
-    flags, found = read_flags(), {}
+    flags, found = read_fp32_flags(), {}
 
     def train(seed: int) -> dict[str, Any]:
         model = mlp(norm=True)
@@ -468,5 +468,5 @@ def two_threads_two_steppers() -> str:
     for seed in (0, 1):
         require(seed in found, f"thread {seed} died")
         require_same(train(seed), found[seed], f"thread {seed}")
-    require(read_flags() == flags, "switches were left changed")
+    require(read_fp32_flags() == flags, "switches were left changed")
     return "both bitwise as alone, switches as they were"

@@ -277,16 +277,16 @@ def unknown_precision_names_the_nearest() -> str:
 
 @loop
 def global_switches_stay() -> str:
-    from halfstep.precision.flags import read_flags
+    from halfstep.precision.flags import read_fp32_flags
 
-    before = read_flags()
+    before = read_fp32_flags()
     for precision in ("fp32", "bf16", "fp16"):
         torch.manual_seed(0)
         case = plain_case()
         case.start(precision=precision)
         trains(case, labelled(2))
         skips(case, poisoned(labelled(1)[0]))
-        require(read_flags() == before, f"{precision} left switches changed")
+        require(read_fp32_flags() == before, f"{precision} left switches changed")
         require(not torch.is_autocast_enabled("cpu"), "autocast was left on")
     return "TF32, mkldnn, autocast as before in 3 precisions"
 

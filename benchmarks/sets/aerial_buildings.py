@@ -58,9 +58,9 @@ def make(downloads: Path, into: Path, on_sample: OnSample) -> None:
 
 def count(folder: Path) -> dict[str, int]:
     """Return the number of samples in each split."""
-    from halfstep.data.folders import ImageMaskPairs, folders_under
+    from halfstep.data.folders import ImageMaskPairs, resolve_pair_folders
 
-    return {split: len(ImageMaskPairs(*folders_under(folder / split))) for split in COUNTS}
+    return {split: len(ImageMaskPairs(*resolve_pair_folders(folder / split))) for split in COUNTS}
 
 
 def _wanted(member: tarfile.TarInfo) -> bool:

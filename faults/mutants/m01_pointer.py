@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.checkpoint import commit, reading
-from halfstep.checkpoint.paths import CheckpointDir, Disk, generations
-from halfstep.train import resume
+from halfstep.checkpoint.paths import CheckpointDir, Disk, list_generations
 
 WHAT = "the pointer to the latest checkpoint is removed before the new one is written"
 ROWS = ("F19", "F20")
@@ -15,7 +14,7 @@ POINTER = "latest"
 
 
 def apply() -> None:
-    finish = commit._finish
+    finish = commit._commit_draft
 
     def and_point(generation: CheckpointDir, manifest: Any, disk: Disk) -> None:
         finish(generation, manifest, disk)
@@ -30,8 +29,7 @@ def apply() -> None:
     def pointed_at(folder: Path) -> list[CheckpointDir]:
         pointer = folder / POINTER
         latest = pointer.read_bytes() if pointer.is_file() else b""
-        return [one for one in generations(folder) if one.name.encode() == latest]
+        return [one for one in list_generations(folder) if one.name.encode() == latest]
 
-    commit._finish = and_point
-    reading.generations = pointed_at  # type: ignore[attr-defined]
-    resume.generations = pointed_at  # type: ignore[attr-defined]
+    commit._commit_draft = and_point
+    reading.list_generations = pointed_at  # type: ignore[attr-defined]

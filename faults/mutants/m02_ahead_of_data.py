@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halfstep.checkpoint import commit
 from halfstep.checkpoint.paths import Disk
-from halfstep.checkpoint.sealed import Sealed, write_sealed
+from halfstep.checkpoint.sealed import SealedFile, write_sealed
 
 WHAT = "a save is reported, and old ones are removed, before its data is on the disk"
 ROWS = ("F19", "F26")
@@ -29,17 +29,17 @@ class _Later(Disk):
 
 
 def apply() -> None:
-    number = commit._number
+    create = commit._create_draft
 
-    def flushing_the_last(*given: object) -> tuple[int, int]:
+    def flushing_the_last(*given: object) -> int:
         while _waiting:
             disk, file = _waiting.pop()
             disk.flush(file)
             disk.close(file)
-        return number(*given)  # type: ignore[arg-type]
+        return create(*given)  # type: ignore[arg-type]
 
-    def unflushed(disk: Disk, path: Path, pieces: Iterable[bytes | memoryview]) -> Sealed:
+    def unflushed(disk: Disk, path: Path, pieces: Iterable[bytes | memoryview]) -> SealedFile:
         return write_sealed(_Later(disk), path, pieces)
 
-    commit._number = flushing_the_last
+    commit._create_draft = flushing_the_last
     commit.write_sealed = unflushed  # type: ignore[attr-defined]

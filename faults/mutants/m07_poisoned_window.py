@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.guard.alarms.spike import Spike
+from halfstep.guard.alarms.spike import SpikeGuard
 from halfstep.step.report import StepReport
 
 
@@ -18,23 +18,23 @@ class Defect:
 
 
 def _learns_from_spikes() -> None:
-    passes = Spike.passes
+    passes = SpikeGuard.passes
 
-    def learning(spike: Spike, report: StepReport) -> bool:
+    def learning(spike: SpikeGuard, report: StepReport) -> bool:
         passed = passes(spike, report)
         if not passed:
             for name, part in report.parts.items():
                 spike._of(name).usual.add(part.loss)
         return passed
 
-    Spike.passes = learning  # type: ignore[method-assign]
+    SpikeGuard.passes = learning  # type: ignore[method-assign]
 
 
 def _forgets() -> None:
-    def forgetful(spike: Spike, state: Mapping[str, Any]) -> None:
+    def forgetful(spike: SpikeGuard, state: Mapping[str, Any]) -> None:
         """Begins anew, whatever was saved."""
 
-    Spike.load_state_dict = forgetful  # type: ignore[method-assign]
+    SpikeGuard.load_state_dict = forgetful  # type: ignore[method-assign]
 
 
 MUTANTS = {

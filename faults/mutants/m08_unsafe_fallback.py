@@ -18,11 +18,12 @@ ROWS = ("F39",)
 
 def apply() -> None:
     for module in (sealed, weights):
-        module.runs_code = lambda start: None  # type: ignore[attr-defined]
-    reading.strict_json = _or_pickle(reading.strict_json)  # type: ignore[attr-defined]
+        module.describe_unsafe_file = lambda start: None  # type: ignore[attr-defined]
+    reading.parse_strict_json = _or_pickle(reading.parse_strict_json)  # type: ignore[attr-defined]
     reading.read_manifest = _manifest_or_pickle(reading.read_manifest)  # type: ignore[attr-defined]
-    reading._tensors = _or_file(reading._tensors)
-    weights._numbers_only = _or_file(weights._numbers_only)  # type: ignore[assignment]
+    load = _or_file(lambda path, *more: whole(path, *more)[0])
+    whole, reading._load_whole_tensors = reading._load_whole_tensors, lambda *given: (load(*given), {})
+    weights._load_safetensors = _or_file(weights._load_safetensors)  # type: ignore[assignment]
     weights._load_restricted = _or_file(weights._load_restricted)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import signal
 
-from halfstep.data.worker_processes import Worker
+from halfstep.data.worker_processes import WorkerInitializer
 
 WHAT = "SIGTERM kills the data workers"
 ROWS = ("F33",)
 
 
 def apply() -> None:
-    begin = Worker.__call__
+    begin = WorkerInitializer.__call__
 
-    def dying(self: Worker, worker: int) -> None:
+    def dying(self: WorkerInitializer, worker: int) -> None:
         begin(self, worker)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    Worker.__call__ = dying  # type: ignore[method-assign]
+    WorkerInitializer.__call__ = dying  # type: ignore[method-assign]

@@ -6,14 +6,14 @@ import signal
 from types import FrameType
 
 from halfstep.errors import Stopped
-from halfstep.train.signals import Stopping
+from halfstep.train.signals import StopSignalHandler
 
 WHAT = "the run ends inside the signal handler"
 ROWS = ("F33",)
 
 
 def apply() -> None:
-    def at_once(self: Stopping, number: int, frame: FrameType | None) -> None:
+    def at_once(self: StopSignalHandler, number: int, frame: FrameType | None) -> None:
         raise Stopped(f"stopped by {signal.Signals(number).name}")
 
-    Stopping._hear = at_once  # type: ignore[method-assign]
+    StopSignalHandler._hear = at_once  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halfstep.checkpoint import commit
 from halfstep.checkpoint.paths import Disk
-from halfstep.checkpoint.sealed import Sealed, write_sealed
+from halfstep.checkpoint.sealed import SealedFile, write_sealed
 
 WHAT = "a save is renamed into place without flushing its files"
 ROWS = ("F19", "F26", "F27")
@@ -22,7 +22,7 @@ class _Unflushed(Disk):
 
 
 def apply() -> None:
-    def unflushed(disk: Disk, path: Path, pieces: Iterable[bytes | memoryview]) -> Sealed:
+    def unflushed(disk: Disk, path: Path, pieces: Iterable[bytes | memoryview]) -> SealedFile:
         return write_sealed(_Unflushed(disk), path, pieces)
 
     commit.write_sealed = unflushed  # type: ignore[attr-defined]

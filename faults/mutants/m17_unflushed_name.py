@@ -18,4 +18,4 @@ def apply() -> None:
         disk.flush_folder(generation.draft)
         disk.rename(generation.draft, generation.path)
 
-    commit._finish = finish
+    commit._commit_draft = finish

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from halfstep.checkpoint import commit, reading
-from halfstep.checkpoint.paths import CheckpointDir, generations
+from halfstep.checkpoint.paths import CheckpointDir, list_generations
 
 WHAT = "checkpoints are sorted by step, not by the time of the save"
 ROWS = ("F27",)
@@ -13,7 +13,7 @@ ROWS = ("F27",)
 
 def apply() -> None:
     def by_step(folder: Path) -> list[CheckpointDir]:
-        return sorted(generations(folder), key=lambda one: one.attempt, reverse=True)
+        return sorted(list_generations(folder), key=lambda one: one.attempt, reverse=True)
 
-    commit.generations = by_step  # type: ignore[attr-defined]
-    reading.generations = by_step  # type: ignore[attr-defined]
+    commit.list_generations = by_step  # type: ignore[attr-defined]
+    reading.list_generations = by_step  # type: ignore[attr-defined]

@@ -20,13 +20,13 @@ class Forgotten:
         return f"{self.component} is not restored"
 
     def apply(self) -> None:
-        restore = resume.restore
+        restore = resume.restore_state
 
         def forgetful(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> list[str]:
             own = getattr(State.of(live), self.component)
             return restore(live, replace(saved, **{self.component: own}), accepted)
 
-        resume.restore = forgetful
+        resume.restore_state = forgetful
         if self.component == "auto_choices":
             # It is used before anything is restored.
             FoundCheckpoint.auto_choices_for = lambda found, recipe: None  # type: ignore[method-assign]

@@ -9,47 +9,47 @@ from pathlib import Path
 from halfstep import files
 from halfstep.errors import STORAGE, FolderLost
 from halfstep.journal import events
-from halfstep.ownership import Ownership
+from halfstep.ownership import FolderOwnership
 from halfstep.train import run_folder
 
 
 def _checked_at_the_start_only() -> None:
-    Ownership.check = lambda self: None  # type: ignore[method-assign]
+    FolderOwnership.check = lambda self: None  # type: ignore[method-assign]
 
 
 def _made_anew() -> None:
     """A folder that is gone is created again, as `mkdir(parents=True)` does."""
-    loss = Ownership._loss
+    loss = FolderOwnership._loss
 
-    def none_if_gone(self: Ownership) -> FolderLost | None:
+    def none_if_gone(self: FolderOwnership) -> FolderLost | None:
         found = loss(self)
         return None if found is not None and found.exit_code == STORAGE else found
 
     def with_parents(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    Ownership._loss = none_if_gone  # type: ignore[method-assign]
-    files.make_parent = events.make_parent = with_parents  # type: ignore[attr-defined]
+    FolderOwnership._loss = none_if_gone  # type: ignore[method-assign]
+    files.create_parent_folder = events.create_parent_folder = with_parents  # type: ignore[attr-defined]
 
 
 def _any_token() -> None:
     """The file alone is compared: a second launch that was granted the lock too has the same one."""
-    init = Ownership.__init__
+    init = FolderOwnership.__init__
 
-    def unsigned(self: Ownership, folder: Path, descriptor: int, token: str, *, is_signed: bool) -> None:
+    def unsigned(self: FolderOwnership, folder: Path, descriptor: int, token: str, *, is_signed: bool) -> None:
         init(self, folder, descriptor, token, is_signed=False)
 
-    Ownership.__init__ = unsigned  # type: ignore[method-assign]
+    FolderOwnership.__init__ = unsigned  # type: ignore[method-assign]
 
 
 def _lock_alone() -> None:
     run_folder._refuse_running_here = lambda folder, descriptor: None
-    run_folder.running_elsewhere = lambda folder: None
+    run_folder.find_run_elsewhere = lambda folder: None
 
 
 def _by_age() -> None:
     """A status of another host counts as dead at once: nobody waits for its next heartbeat."""
-    run_folder._watch = lambda folder, before, now_does: None
+    run_folder._watch_heartbeat = lambda folder, before, now_does: None
 
 
 @dataclass(frozen=True)

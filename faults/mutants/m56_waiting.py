@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from halfstep import distributed, peers, stop_signals
 from halfstep.data import worker_processes
 from halfstep.train import peer_watch, process_group, run, signals, status, watchdog
@@ -37,11 +39,11 @@ def _judge_writes() -> None:
 
 
 def _report_without_deadline() -> None:
-    watchdog.finishes_within = _for_ever
+    watchdog.run_within_deadline = _for_ever
 
 
 def _end_without_deadline() -> None:
-    status.finishes_within = _for_ever
+    status.run_within_deadline = _for_ever
 
 
 def _peers_unwatched() -> None:
@@ -49,7 +51,10 @@ def _peers_unwatched() -> None:
 
 
 def _stopped_is_gone() -> None:
-    peers._ENDED = ("Z", "X", "T")  # type: ignore[assignment]
+    alive = peers.is_process_alive  # type: ignore[attr-defined]
+    peers.is_process_alive = lambda pid, since: (  # type: ignore[attr-defined]
+        alive(pid, since) and psutil.Process(pid).status() != psutil.STATUS_STOPPED
+    )
 
 
 def _waits_for_the_lost() -> None:
@@ -58,16 +63,16 @@ def _waits_for_the_lost() -> None:
     peer_watch.PeerWatch.leave = lambda self, reason: None  # type: ignore[method-assign]
     peer_watch.PeerWatch._watch = lambda self: None  # type: ignore[method-assign]
     distributed.check_peers = lambda: None
-    distributed.wait.__defaults__ = (lambda: None, None)
+    distributed.wait_for_collective.__defaults__ = (lambda: None, None)
 
 
 def _rendezvous_uninterrupted() -> None:
-    process_group.stop_at_once = contextlib.nullcontext  # type: ignore[assignment]
+    process_group.interrupt_on_signal = contextlib.nullcontext  # type: ignore[assignment]
 
 
 def _only_sigterm() -> None:
     for module in (stop_signals, signals, worker_processes):
-        module.stop_signals = lambda: [signal.SIGTERM]  # type: ignore[attr-defined]
+        module.list_stop_signals = lambda: [signal.SIGTERM]  # type: ignore[attr-defined]
 
 
 def _given_up_unnoticed() -> None:

@@ -9,4 +9,4 @@ ROWS = ("F51",)
 
 
 def apply() -> None:
-    shards.change_since = lambda before, now, path: ""  # type: ignore[attr-defined]
+    shards.describe_file_change = lambda before, now, path: ""  # type: ignore[attr-defined]

@@ -9,4 +9,4 @@ ROWS = ("F51",)
 
 
 def apply() -> None:
-    recorded_files.change_since = lambda before, now, path: ""  # type: ignore[attr-defined]
+    recorded_files.describe_file_change = lambda before, now, path: ""  # type: ignore[attr-defined]

@@ -9,4 +9,4 @@ ROWS = ("F53",)
 
 
 def apply() -> None:
-    loader.for_workers = lambda error: None  # type: ignore[attr-defined]
+    loader.convert_worker_error = lambda error: None  # type: ignore[attr-defined]

@@ -9,5 +9,5 @@ ROWS = ("F54",)
 
 
 def apply() -> None:
-    resume._live_shard_size = lambda model: 1
-    resume._shard_size = lambda chunks: 1
+    resume._count_live_shards = lambda model: 1
+    resume._count_saved_shards = lambda chunks: 1

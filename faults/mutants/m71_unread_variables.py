@@ -9,4 +9,6 @@ ROWS = ("F55",)
 
 
 def apply() -> None:
-    launch_variables.number_in = lambda name, variables, default, least, most: int(variables.get(name, default))
+    launch_variables.read_number_variable = lambda name, variables, default, least, most: int(
+        variables.get(name, default)
+    )

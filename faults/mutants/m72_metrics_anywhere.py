@@ -9,4 +9,4 @@ ROWS = ("F55",)
 
 
 def apply() -> None:
-    resolve._refuse_outside = lambda metrics: None
+    resolve._refuse_outside_metrics = lambda metrics: None

@@ -118,9 +118,9 @@ def __getattr__(name: str) -> _typing.Any:
     try:
         return getattr(_importlib.import_module(f"halfstep.{_HOMES[name]}"), name)
     except ImportError as error:
-        from halfstep.errors import missing_extra
+        from halfstep.errors import convert_import_error
 
-        raise missing_extra(error) or error from error
+        raise convert_import_error(error) or error from error
 
 
 def __dir__() -> list[str]:

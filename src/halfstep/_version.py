@@ -3,7 +3,7 @@
 __version__ = "0.1.0"
 
 
-def installed_version(package: str) -> str | None:
+def find_package_version(package: str) -> str | None:
     """Return the version of an installed package; None if it is not installed."""
     from importlib import metadata
 

@@ -17,7 +17,7 @@ class _CallablePackage(ModuleType):
         return getattr(import_module(self.home), self.__name__.rpartition(".")[2])(*args, **options)
 
 
-def make_callable(package: str, home: str) -> None:
+def make_package_callable(package: str, home: str) -> None:
     """Let calls of a package call the function of its name in the module `home`."""
     module = sys.modules[package]
     module.__class__ = _CallablePackage

@@ -17,7 +17,7 @@ FEWEST_FOR_INTERVAL = 6
 
 
 @dataclass(frozen=True)
-class Ratio:
+class TimeRatio:
     """The time of one candidate relative to the baseline, over paired measurements."""
 
     median: float
@@ -28,7 +28,7 @@ class Ratio:
     """Median of the paired differences: the seconds that one call costs more than the baseline's."""
 
 
-def seconds(call: Callable[[], object], calls: int) -> float:
+def measure_call_seconds(call: Callable[[], object], calls: int) -> float:
     """Return the wall time of one call, averaged over `calls` consecutive calls."""
     start = time.perf_counter()
     for _ in range(calls):
@@ -36,7 +36,7 @@ def seconds(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def queued_seconds() -> float:
+def read_queued_seconds() -> float:
     """Return how long this thread has been ready to run and had no core so far; 0 if the system does not count it.
 
     On a busy machine a call takes longer by this time, which is neither computing nor waiting for a disk.
@@ -48,18 +48,18 @@ def queued_seconds() -> float:
         return 0.0
 
 
-def time_with_core() -> float:
+def read_clock_without_queue() -> float:
     """Return the seconds of a clock that stands still while this thread waits for a core."""
-    return time.perf_counter() - queued_seconds()
+    return time.perf_counter() - read_queued_seconds()
 
 
-def interleaved(timers: Mapping[str, Callable[[], float]], turns: int) -> Iterator[dict[str, float]]:
+def iterate_interleaved_times(timers: Mapping[str, Callable[[], float]], turns: int) -> Iterator[dict[str, float]]:
     """Run every timer once per turn, in alternating order, and yield the times of each turn by name."""
     for turn in range(turns):
-        yield {name: timers[name]() for name in order(list(timers), turn)}
+        yield {name: timers[name]() for name in choose_turn_order(list(timers), turn)}
 
 
-def order(names: Sequence[Name], turn: int) -> list[Name]:
+def choose_turn_order(names: Sequence[Name], turn: int) -> list[Name]:
     """Return the order of this turn: it rotates every two turns, and every second turn is reversed."""
     # Over a full cycle each candidate comes first equally often, and before and after each other one equally often: a
     # drifting clock speed or a warm cache then favors none of them.
@@ -68,29 +68,29 @@ def order(names: Sequence[Name], turn: int) -> list[Name]:
     return shifted[::-1] if turn % 2 else shifted
 
 
-def ratios(
+def measure_time_ratios(
     arms: Mapping[str, Callable[[], object]],
     *,
     baseline: str,
     pairs: int = 60,
     calls: int = 1,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Ratio]:
+) -> dict[str, TimeRatio]:
     """Measure every candidate in `arms` against the baseline; each round times all of them once.
 
     `calls` calls are averaged for one time, and `progress` is called with (rounds done, rounds in total).
     """
-    timers = {name: partial(seconds, arm, calls) for name, arm in arms.items()}
+    timers = {name: partial(measure_call_seconds, arm, calls) for name, arm in arms.items()}
     rounds = []
-    for times in interleaved(timers, pairs):
+    for times in iterate_interleaved_times(timers, pairs):
         rounds.append(times)
         if progress is not None:
             progress(len(rounds), pairs)
     base = [times[baseline] for times in rounds]
-    return {name: compare([times[name] for times in rounds], base) for name in arms if name != baseline}
+    return {name: compare_paired_times([times[name] for times in rounds], base) for name in arms if name != baseline}
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
+def compute_median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % confidence interval of the median, from order statistics alone.
 
     With fewer values than `FEWEST_FOR_INTERVAL` it is their whole range, which has a lower confidence.
@@ -102,13 +102,13 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return each[cut], each[-1 - cut]
 
 
-def compare(arm: Sequence[float], base: Sequence[float]) -> Ratio:
+def compare_paired_times(arm: Sequence[float], base: Sequence[float]) -> TimeRatio:
     """Return the ratio of times that were measured in pairs."""
     # Ratios within a pair: a slow moment of the machine hits both of its calls and cancels out.
     each = sorted(a / b for a, b in zip(arm, base, strict=True))
     # low and high enclose the middle 80 % of the pairs.
     tail = len(each) // 10
-    return Ratio(
+    return TimeRatio(
         median=statistics.median(each),
         low=each[tail],
         high=each[-1 - tail],

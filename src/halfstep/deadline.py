@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-def finishes_within(seconds: float, work: Callable[[], object]) -> bool:
+def run_within_deadline(seconds: float, work: Callable[[], object]) -> bool:
     """Run `work` in a thread and return whether it ended in time; otherwise the thread is left behind.
 
     What `work` raises is lost with the thread. The thread does not keep the process from exiting.

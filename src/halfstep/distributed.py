@@ -31,7 +31,7 @@ _group: ContextVar[Any] = ContextVar("process group", default=None)
 
 
 @contextmanager
-def within(group: Any) -> Iterator[None]:
+def use_process_group(group: Any) -> Iterator[None]:
     """Make the functions of this module use `group` inside the context; None means all ranks."""
     token = _group.set(group)
     try:
@@ -47,7 +47,7 @@ _waiting: set[int] = set()
 """The threads that wait for another rank."""
 
 
-def know_peers(peers: Peers | None) -> None:
+def set_watched_peers(peers: Peers | None) -> None:
     """Let every wait of this module notice where one of these ranks is gone."""
     global _peers
     _peers = peers
@@ -59,7 +59,7 @@ def is_waiting() -> bool:
 
 
 @contextmanager
-def waiting() -> Iterator[None]:
+def mark_thread_waiting() -> Iterator[None]:
     """Note that this thread waits for another rank inside."""
     own, is_outermost = threading.get_ident(), threading.get_ident() not in _waiting
     _waiting.add(own)
@@ -75,26 +75,28 @@ def check_peers() -> None:
     if _peers is not None and (gone := _peers.gone()):
         ranks = list(gone)
         is_or_are = "is" if len(ranks) == 1 else "are"
-        raise rank_failed(f"{ranks_named(ranks)} {is_or_are} gone: {gone[ranks[0]]}", ranks[0], usable=False)
+        raise build_rank_failed_error(
+            f"{format_rank_numbers(ranks)} {is_or_are} gone: {gone[ranks[0]]}", ranks[0], usable=False
+        )
 
 
-def wait(work: Any, look: Callable[[], None] = check_peers, until: float | None = None) -> None:
+def wait_for_collective(work: Any, look: Callable[[], None] = check_peers, until: float | None = None) -> None:
     """Wait until a collective is done, and call `look` twice a second; raise TimeoutError after `until`.
 
     With a GPU the host does not wait here, but where it reads the numbers.
     """
     if until is None or time.monotonic() < until:
-        if _is_done(work):
+        if _is_collective_done(work):
             return
-        with waiting():
+        with mark_thread_waiting():
             while until is None or time.monotonic() < until:
                 look()
-                if _is_done(work):
+                if _is_collective_done(work):
                     return
     raise TimeoutError("the other ranks did not come")
 
 
-def _is_done(work: Any) -> bool:
+def _is_collective_done(work: Any) -> bool:
     try:
         work.wait(LOOK)
     except RuntimeError:
@@ -105,15 +107,15 @@ def _is_done(work: Any) -> bool:
     return True
 
 
-def _finish(work: Any, tensor: Tensor) -> None:
+def _finish_collective(work: Any, tensor: Tensor) -> None:
     # On a device, `wait` with a timeout would block the host.
     if tensor.is_cpu:
-        wait(work)
+        wait_for_collective(work)
     else:
         work.wait()
 
 
-def rank_failed(given: str, rank: int | None, *, usable: bool, out_of_memory: bool = False) -> RankFailed:
+def build_rank_failed_error(given: str, rank: int | None, *, usable: bool, out_of_memory: bool = False) -> RankFailed:
     """Return the error for a rank that did not fail itself; `usable` tells whether the process group still is."""
     if usable:
         allowed = "no rank has applied anything, and the process group is usable"
@@ -125,7 +127,7 @@ def rank_failed(given: str, rank: int | None, *, usable: bool, out_of_memory: bo
     return error
 
 
-def size() -> int:
+def count_ranks() -> int:
     """Return the number of ranks."""
     return dist.get_world_size(_group.get()) if _is_distributed() else 1
 
@@ -135,13 +137,13 @@ def rank() -> int:
     return dist.get_rank(_group.get()) if _is_distributed() else 0
 
 
-def ranks_named(ranks: list[int]) -> str:
+def format_rank_numbers(ranks: list[int]) -> str:
     """Return the numbers of some ranks in words, the first few of many."""
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
 
 
-def agree(numbers: Tensor) -> Tensor:
+def sum_counts_over_ranks(numbers: Tensor) -> Tensor:
     """Return the sum over all ranks in float64, which is exact for counts; raise ValueError for over 16 numbers.
 
     A non-finite number on one rank is non-finite on all of them.
@@ -152,37 +154,37 @@ def agree(numbers: Tensor) -> Tensor:
         raise ValueError(f"{numbers.numel()} numbers to agree on; at most {LARGEST_AGREEMENT}")
     # A copy: all_reduce works in place, and the caller may still need its own numbers.
     total = numbers.to(torch.float64, copy=True)
-    _finish(dist.all_reduce(total, group=_group.get(), async_op=True), total)
+    _finish_collective(dist.all_reduce(total, group=_group.get(), async_op=True), total)
     return total
 
 
-def summed(numbers: Tensor) -> Tensor:
+def sum_tensor_over_ranks(numbers: Tensor) -> Tensor:
     """Return the sum over all ranks, of any size and in the tensor's own dtype: once per epoch, not per step."""
     if not _is_distributed():
         return numbers
-    total = numbers.to(_talks_on(_group.get()), copy=True)
-    _finish(dist.all_reduce(total, group=_group.get(), async_op=True), total)
+    total = numbers.to(_choose_collective_device(_group.get()), copy=True)
+    _finish_collective(dist.all_reduce(total, group=_group.get(), async_op=True), total)
     return total
 
 
-def equal_on_all(numbers: Tensor, group: Any = None) -> Tensor:
+def compare_across_ranks(numbers: Tensor, group: Any = None) -> Tensor:
     """Return, for each of these integers, whether all ranks of a group have the same."""
     # The complement of the largest complement is the smallest: one collective finds both ends.
-    ends = torch.stack([numbers, ~numbers]).to(_talks_on(group))
-    _finish(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), ends)
+    ends = torch.stack([numbers, ~numbers]).to(_choose_collective_device(group))
+    _finish_collective(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), ends)
     return ends[0] == ~ends[1]
 
 
-def gathered(numbers: Tensor, group: Any = None) -> tuple[list[int], list[list[Any]]]:
+def gather_rank_numbers(numbers: Tensor, group: Any = None) -> tuple[list[int], list[list[Any]]]:
     """Return the ranks of a group, and the numbers of each; every rank of the group has as many."""
-    own = numbers.to(_talks_on(group))
+    own = numbers.to(_choose_collective_device(group))
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    _finish(dist.all_gather(found, own, group=group, async_op=True), own)
+    _finish_collective(dist.all_gather(found, own, group=group, async_op=True), own)
     whole = dist.group.WORLD if group is None else group
     return dist.get_process_group_ranks(whole), [one.tolist() for one in found]
 
 
-def replicas_of(tensor: Tensor) -> Any | None:
+def find_replica_group(tensor: Tensor) -> Any | None:
     """Return the group of the ranks that hold copies of this rank's shard, as in HSDP; None if there are none."""
     sharded: Any = tensor
     mesh = sharded.device_mesh
@@ -190,7 +192,7 @@ def replicas_of(tensor: Tensor) -> Any | None:
     return mesh.get_group(copied[0]) if copied and mesh.shape[copied[0]] > 1 else None
 
 
-def is_shard(tensor: Tensor) -> bool:
+def is_dtensor_shard(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, which holds only a part of its values on this rank."""
     # Not imported here: that takes most of a second, and without the import no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor")
@@ -199,96 +201,96 @@ def is_shard(tensor: Tensor) -> bool:
 
 def is_sharded(tensors: Iterable[Tensor]) -> bool:
     """Return whether any of these tensors, such as the parameters of a model, is sharded."""
-    return any(map(is_shard, tensors))
+    return any(map(is_dtensor_shard, tensors))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Return all values of a tensor; those of a DTensor are gathered, and every rank of its mesh must call this."""
-    if not is_shard(tensor):
+    if not is_dtensor_shard(tensor):
         return tensor
     sharded: Any = tensor
-    with waiting():
+    with mark_thread_waiting():
         gathered: Tensor = sharded.full_tensor()
     return gathered
 
 
-def local(tensor: Tensor) -> Tensor:
+def unwrap_local_tensor(tensor: Tensor) -> Tensor:
     """Return the values of a tensor that are on this rank."""
     sharded: Any = tensor
-    own: Tensor = sharded.to_local() if is_shard(tensor) else tensor
+    own: Tensor = sharded.to_local() if is_dtensor_shard(tensor) else tensor
     return own
 
 
-def holders(tensor: Tensor) -> float:
+def count_holding_ranks(tensor: Tensor) -> float:
     """Return how many ranks hold each element of a tensor, over its own mesh and any outer replication."""
-    return size() / math.prod(pieces(tensor))
+    return count_ranks() / math.prod(list_shard_counts(tensor))
 
 
-def pieces(tensor: Tensor) -> list[int]:
+def list_shard_counts(tensor: Tensor) -> list[int]:
     """Return into how many parts each sharding mesh dimension cuts a tensor; empty if it is not sharded."""
-    if not is_shard(tensor):
+    if not is_dtensor_shard(tensor):
         return []
     placed: Any = tensor
     cut = zip(placed.placements, placed.device_mesh.shape, strict=True)
-    # Not `is_shard()`, which is False for the strided shards of FSDP2 over tensor parallel.
+    # Not `is_dtensor_shard()`, which is False for the strided shards of FSDP2 over tensor parallel.
     return [parts for placement, parts in cut if not (placement.is_replicate() or placement.is_partial())]
 
 
-def from_rank_zero(text: str) -> str:
+def broadcast_text(text: str) -> str:
     """Return rank 0's text on every rank. It is sent as bytes, not as a pickle. Not for the hot path."""
     if not _is_distributed():
         return text
     group = _group.get()
     encoded = text.encode() if rank() == 0 else b""
     # The other ranks must allocate before they receive, so the length is sent first.
-    length = torch.tensor([len(encoded)], device=_talks_on(group))
-    _finish(dist.broadcast(length, group=group, group_src=0, async_op=True), length)
+    length = torch.tensor([len(encoded)], device=_choose_collective_device(group))
+    _finish_collective(dist.broadcast(length, group=group, group_src=0, async_op=True), length)
     content = torch.zeros(int(length.item()), dtype=torch.uint8)
     if rank() == 0:
         content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     content = content.to(length.device)
-    _finish(dist.broadcast(content, group=group, group_src=0, async_op=True), content)
+    _finish_collective(dist.broadcast(content, group=group, group_src=0, async_op=True), content)
     return bytes(content.tolist()).decode()
 
 
-def from_all(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """Return the texts of all ranks, in rank order. Costs two collectives: not for the hot path."""
     if not _is_distributed():
         return [text]
     group = _group.get()
     mine, ranks = dist.get_rank(group), dist.get_world_size(group)
     # torch.frombuffer refuses an empty buffer; the blank is stripped again below.
-    encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(_talks_on(group))
+    encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(_choose_collective_device(group))
     lengths = torch.zeros(ranks, dtype=torch.int64, device=encoded.device)
     lengths[mine] = len(encoded)
     # Summing rows that are zero on all other ranks is an all-gather, once the common length is known.
-    _finish(dist.all_reduce(lengths, group=group, async_op=True), lengths)
+    _finish_collective(dist.all_reduce(lengths, group=group, async_op=True), lengths)
     padded = torch.zeros(ranks, int(lengths.max()), dtype=torch.uint8, device=encoded.device)
     padded[mine, : len(encoded)] = encoded
-    _finish(dist.all_reduce(padded, group=group, async_op=True), padded)
+    _finish_collective(dist.all_reduce(padded, group=group, async_op=True), padded)
     return [bytes(row[:length].tolist()).decode().strip() for row, length in zip(padded, lengths.tolist(), strict=True)]
 
 
-def rank_zero_or_raise(work: Callable[[], Any]) -> Any:
+def run_on_rank_zero(work: Callable[[], Any]) -> Any:
     """Return rank 0's result, as plain JSON data, on every rank; a HalfstepError there is raised on every rank."""
     result, failure = _try_work(work) if rank() == 0 else (None, None)
-    [decided] = _exchange_results(result, failure, lambda text: [from_rank_zero(text)])
+    [decided] = _exchange_results(result, failure, lambda text: [broadcast_text(text)])
     return decided
 
 
-def all_gather_or_raise(work: Callable[[], Any]) -> list[Any]:
+def run_and_gather_results(work: Callable[[], Any]) -> list[Any]:
     """Run `work` on every rank and return all results, as plain JSON data, in rank order.
 
     A HalfstepError of one rank is raised on all of them.
     """
     result, failure = _try_work(work)
-    return _exchange_results(result, failure, from_all)
+    return _exchange_results(result, failure, gather_texts)
 
 
-def fail_together(work: Callable[[], T]) -> T:
+def run_with_shared_errors(work: Callable[[], T]) -> T:
     """Run `work` on every rank and return this rank's own result; a HalfstepError of one rank is raised on all."""
     result, failure = _try_work(work)
-    _exchange_results(None, failure, from_all)
+    _exchange_results(None, failure, gather_texts)
     return result  # type: ignore[return-value]  # None only where a failure was raised above
 
 
@@ -316,11 +318,13 @@ def _exchange_results(result: Any, failure: HalfstepError | None, share: Callabl
     return [message["result"] for message in messages]
 
 
-def take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
     """Overwrite every rank's tensors with rank 0's, in place."""
     if _is_distributed():
         for tensor in tensors:
-            _finish(dist.broadcast(tensor.detach(), group=_group.get(), group_src=0, async_op=True), tensor.detach())
+            _finish_collective(
+                dist.broadcast(tensor.detach(), group=_group.get(), group_src=0, async_op=True), tensor.detach()
+            )
 
 
 ANSWER_WITHIN = 1800.0
@@ -339,7 +343,7 @@ class RankGroup:
     """
 
     def __init__(self) -> None:
-        self.rank, self.size = rank(), size()
+        self.rank, self.size = rank(), count_ranks()
         self._prefix = f"halfstep/ranks/{next(_counted)}"
         self._client: Any = None
         self._exchange, self._ends, self._broken = 0, math.inf, ""
@@ -353,7 +357,7 @@ class RankGroup:
             return conclude([text])
         if self._broken:
             raise TimeoutError(self._broken)
-        self._client = self._client or _store().clone()
+        self._client = self._client or _find_default_store().clone()
         self._exchange += 1
         return self._collect_texts(text, conclude) if self.rank == 0 else self._await_answer(text)
 
@@ -391,7 +395,7 @@ class RankGroup:
                 self._look()
             if time.monotonic() > min(self._ends, began + ANSWER_WITHIN):
                 silent = [int(key.rpartition("/")[2]) for key in keys if not self._client.check([key])]
-                self._broken = f"no answer from {ranks_named(silent)} for {time.monotonic() - began:.0f} s"
+                self._broken = f"no answer from {format_rank_numbers(silent)} for {time.monotonic() - began:.0f} s"
                 raise TimeoutError(self._broken)
             time.sleep(pause)
             pause = min(2 * pause, max(0.02, self.size / QUESTIONS))
@@ -405,7 +409,7 @@ class RankGroup:
             raise TimeoutError(failed.given) from failed
 
 
-class Flag:
+class SharedFlag:
     """A flag that any rank can raise and that all ranks see, without waiting for one another: it is kept in the store.
 
     Every rank has to create its Flag at the same point of the program.
@@ -418,13 +422,13 @@ class Flag:
     def hoist(self) -> None:
         """Raise the flag, for all ranks."""
         if not self._is_raised and _is_distributed():
-            _store().set(self._key, "")
+            _find_default_store().set(self._key, "")
         self._is_raised = True
 
     def is_raised(self) -> bool:
         """Return whether a rank has raised the flag; a question to the store takes about 0.1 ms."""
         if not self._is_raised and _is_distributed():
-            self._is_raised = bool(_store().check([self._key]))
+            self._is_raised = bool(_find_default_store().check([self._key]))
         return self._is_raised
 
 
@@ -432,11 +436,11 @@ _counted = itertools.count()
 """Numbers what this process keeps in the store; all ranks make as many."""
 
 
-def _store() -> Any:
+def _find_default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _talks_on(group: Any = None) -> torch.device:
+def _choose_collective_device(group: Any = None) -> torch.device:
     """Return the device that tensors must be on for collectives: the CPU, unless the group has no CPU backend."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")

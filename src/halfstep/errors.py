@@ -66,7 +66,7 @@ _for_commands = False
 
 
 @contextmanager
-def advice_for_commands() -> Iterator[None]:
+def use_command_wording() -> Iterator[None]:
     """Word the advice of errors that are made in the block for the command line; elsewhere it is worded for Python."""
     # Not a context variable: threads of the command, such as that of the checkpoints, need the same words.
     global _for_commands
@@ -77,30 +77,30 @@ def advice_for_commands() -> Iterator[None]:
         _for_commands = before
 
 
-def advice(command: str, python: str) -> str:
+def choose_caller_wording(command: str, python: str) -> str:
     """Return the text for who made the call: `command` for the command line, else `python`."""
     return command if _for_commands else python
 
 
-def option(name: str) -> str:
+def format_option(name: str) -> str:
     """Return an option as the caller gives it: `--new` or `new=True`."""
-    return advice(f"--{name.replace('_', '-')}", f"{name}=True")
+    return choose_caller_wording(f"--{name.replace('_', '-')}", f"{name}=True")
 
 
-def option_with(name: str, value: object) -> str:
+def format_option_with_value(name: str, value: object) -> str:
     """Return an option with a value as the caller gives it: `--weights last` or `weights="last"`."""
     given = repr(value) if isinstance(value, int) else f'"{value}"'
-    return advice(f"--{name.replace('_', '-')} {value}", f"{name}={given}")
+    return choose_caller_wording(f"--{name.replace('_', '-')} {value}", f"{name}={given}")
 
 
-def add_option(name: str) -> str:
+def advise_adding_option(name: str) -> str:
     """Return the advice to launch the run with an option: `add --new` or `call fit(..., new=True)`."""
-    return advice(f"add {option(name)}", f"call fit(..., {option(name)})")
+    return choose_caller_wording(f"add {format_option(name)}", f"call fit(..., {format_option(name)})")
 
 
-def begin_again() -> str:
+def advise_new_run() -> str:
     """Return the advice to start a new run instead of one that cannot resume."""
-    return f"{add_option('new')} to start again in a new folder"
+    return f"{advise_adding_option('new')} to start again in a new folder"
 
 
 class HalfstepError(Exception):
@@ -149,7 +149,7 @@ class HalfstepError(Exception):
         inside = [os.path.join(os.path.dirname(str(one.__file__)), "") for one in packages if one is not None]
         inside.append(contextlib.__file__)
         frames = [one for one in traceback.extract_tb(self.__traceback__) if not one.filename.startswith(tuple(inside))]
-        cause = [f"from {in_one_line(self.__cause__)}"] if self.__cause__ is not None else []
+        cause = [f"from {format_error_line(self.__cause__)}"] if self.__cause__ is not None else []
         lines = [line.rstrip("\n") for line in traceback.format_list(frames)]
         return [*lines, f"{type(self).__name__}: {self}", *cause]
 
@@ -374,7 +374,7 @@ class BadSample(Exception):
 class MissingExtra(HalfstepError, ImportError, id="missing-extra"): ...
 
 
-def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownName:
+def build_unknown_name_error(kind: str, given: object, allowed: Iterable[str]) -> UnknownName:
     """Return the error for an unknown name, with the nearest known one as a suggestion."""
     known = sorted(set(allowed))
     near = difflib.get_close_matches(str(given), known, n=1, cutoff=0.6)
@@ -385,7 +385,7 @@ def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> UnknownNam
     )
 
 
-def reason_in(error: BaseException) -> str:
+def format_error_reason(error: BaseException) -> str:
     """Return the reason of an error for a list of failures: for halfstep's own errors, without `allowed` and `do`."""
     return error.given if isinstance(error, HalfstepError) else str(error)
 
@@ -394,7 +394,7 @@ ENDED_FROM_OUTSIDE = "was killed (probably by the OOM killer)"
 """What happened to a process that got SIGKILL from somewhere else."""
 
 
-def in_one_line(error: BaseException) -> str:
+def format_error_line(error: BaseException) -> str:
     """Return the type and the first line of an error's message, like the last line of a traceback."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -415,7 +415,7 @@ _USUAL = ("train", "vision")
 """Extras that every run needs; others are added to the message where one of their packages is missing."""
 
 
-def missing_extra(error: ImportError) -> MissingExtra | None:
+def convert_import_error(error: ImportError) -> MissingExtra | None:
     """Return the error that names the extra to install, or None if the import failed for another reason."""
     package = (error.name or "").partition(".")[0]
     if isinstance(error, MissingExtra) or not any(package in packages for packages in _EXTRAS.values()):
@@ -428,15 +428,15 @@ def missing_extra(error: ImportError) -> MissingExtra | None:
     )
 
 
-def require(*packages: str) -> None:
+def check_packages_installed(*packages: str) -> None:
     """Raise MissingExtra for a package of an extra that is not installed; nothing is imported."""
     for package in packages:
         if find_spec(package) is None:
             error = ModuleNotFoundError(f"No module named {package!r}", name=package)
-            raise missing_extra(error) or error
+            raise convert_import_error(error) or error
 
 
-def mismatched_extra(error: Exception) -> MissingExtra | None:
+def convert_torchvision_error(error: Exception) -> MissingExtra | None:
     """Return the error for a torchvision that does not match this torch, or None for any other error.
 
     Each loads its own operators from a library that is linked against one build of torch.
@@ -468,7 +468,7 @@ def check_same_presence(what: str, key: str, ours: Mapping[str, object], saved: 
     check_same_keys(what, [key] if ours[key] is not None else [], [key] if saved[key] is not None else [])
 
 
-def same_form(what: object, ours: int, saved: int, *, for_earlier: str) -> None:
+def check_same_form(what: object, ours: int, saved: int, *, for_earlier: str) -> None:
     """Raise OtherForm where `what` was saved in another form than ours; `for_earlier` is what to do with an older one.
 
     Readers must not take OtherForm for damage, which is set aside or removed.

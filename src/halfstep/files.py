@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from halfstep.errors import FolderTaken, StorageFailed
-from halfstep.ownership import check_ownership, owner_of
+from halfstep.ownership import check_ownership, find_ownership
 
 T = TypeVar("T")
 LARGEST_JSON = 16 * 2**20
@@ -35,7 +35,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_text(path: Path, content: str) -> None:
     """Replace `path` atomically by `content`."""
-    with replacing(path) as draft:
+    with replace_file(path) as draft:
         draft.write_text(content, encoding="utf-8")
 
 
@@ -49,13 +49,13 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield a draft path in the same folder to write to; on success it replaces `path` atomically.
 
     Readers see either the old content or the new one. An error inside keeps the old one. The new content is flushed to
     the disk.
     """
-    with renaming(path) as draft:
+    with replace_file_unflushed(path) as draft:
         yield draft
         # Before the rename: a file system may otherwise store the new name ahead of the data, and a power cut then
         # leaves an empty file.
@@ -64,9 +64,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def renaming(path: Path) -> Iterator[Path]:
+def replace_file_unflushed(path: Path) -> Iterator[Path]:
     """Do the same without a flush, for content that a power cut may take: there is a newer one in a moment."""
-    make_parent(path)
+    create_parent_folder(path)
     # In the same folder, because os.replace is atomic only within one file system; with a token, because several
     # processes may write the same file, and in two containers with one volume both may be process 1. The process id is
     # for a person who looks at a leftover.
@@ -81,7 +81,7 @@ def renaming(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def storing(given: str, *, allowed: str, do: str) -> Iterator[None]:
+def replace_storage_errors(given: str, *, allowed: str, do: str) -> Iterator[None]:
     """Turn an OSError inside the block into `StorageFailed`; `given` says what failed, and the reason is added."""
     try:
         yield
@@ -90,7 +90,7 @@ def storing(given: str, *, allowed: str, do: str) -> Iterator[None]:
 
 
 @contextmanager
-def making_folder(place: Path) -> Iterator[Path]:
+def create_folder_atomically(place: Path) -> Iterator[Path]:
     """Yield a draft next to a new folder, to write to; on success it becomes the folder, otherwise nothing remains."""
     place.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
@@ -108,19 +108,19 @@ def making_folder(place: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def refuse_taken(file: Path, overwrite: bool, *, do: str, flag: str = "") -> None:
+def check_file_free(file: Path, overwrite: bool, *, do: str, flag: str = "") -> None:
     """Raise `FolderTaken` for a file that exists, unless it may be overwritten; `flag` is the option for that."""
     if file.is_dir() or (file.exists() and not overwrite):
         more = f", or add {flag} to replace it" if flag and not file.is_dir() else ""
         raise FolderTaken(f"{file} already exists", allowed="a name that is free", do=f"{do}{more}")
 
 
-def make_parent(path: Path) -> None:
+def create_parent_folder(path: Path) -> None:
     """Create the folder of a file that is about to be written.
 
     In the folder of this process's run, raise FolderLost if it is no longer the run's own; never create it anew.
     """
-    owner = owner_of(path)
+    owner = find_ownership(path)
     if owner is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         return
@@ -129,7 +129,7 @@ def make_parent(path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
 
 
-def draft_of(name: str) -> str | None:
+def find_draft_target(name: str) -> str | None:
     """Return the name of the file that a draft of this name was to replace; None if it is no draft's name."""
     found = _DRAFT.fullmatch(name)
     return found["name"] if found else None
@@ -160,18 +160,18 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
-def known_fields(kind: type[T], content: object) -> T:
+def parse_known_fields(kind: type[T], content: object) -> T:
     """Return a dataclass whose fields all have defaults from JSON that another program may have written.
 
     A field that is missing, or whose value is of another type, keeps its default.
     """
     found = content if isinstance(content, dict) else {}
-    types = _field_types(kind)  # type: ignore[arg-type]
+    types = _list_field_types(kind)  # type: ignore[arg-type]
     return kind(**{name: value for name, value in found.items() if type(value) in types.get(name, ())})
 
 
 @cache
-def _field_types(kind: type[object]) -> dict[str, tuple[type[object], ...]]:
+def _list_field_types(kind: type[object]) -> dict[str, tuple[type[object], ...]]:
     return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
 
 
@@ -179,11 +179,11 @@ def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def strict_json(text: bytes | str) -> Any:
+def parse_strict_json(text: bytes | str) -> Any:
     """Parse JSON with unique keys and finite numbers; raise ValueError otherwise. For files that others may edit."""
     try:
         return json.loads(
-            text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_number, parse_float=_finite
+            text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_number, parse_float=_parse_finite
         )
     except RecursionError:
         raise ValueError("too many levels") from None
@@ -196,7 +196,7 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _finite(word: str) -> float:
+def _parse_finite(word: str) -> float:
     """Refuse a number too large for a float, which would silently become inf."""
     return float(word) if math.isfinite(float(word)) else _reject_number(word)
 
@@ -205,7 +205,7 @@ def _reject_number(word: str) -> Any:
     raise ValueError(f"{word[:40]} is no number")
 
 
-def cache_folder() -> Path:
+def find_cache_folder() -> Path:
     """Return the folder where measurements are cached between runs; one that cannot be created where there is no home.
 
     A user id without a name has no home, as in many containers. Nothing is then cached, as on a read-only disk.

@@ -56,17 +56,17 @@ class Format:
         return int((self.fraction_bits + 1) * math.log10(2))
 
 
-def _format_of_dtype(name: str, dtype: torch.dtype) -> Format:
+def _build_format(name: str, dtype: torch.dtype) -> Format:
     facts = torch.finfo(dtype)
     return Format(name, dtype, facts.max, facts.smallest_normal, facts.eps)
 
 
-FP32 = _format_of_dtype("fp32", torch.float32)
-FP64 = _format_of_dtype("fp64", torch.float64)
-BF16 = _format_of_dtype("bf16", torch.bfloat16)
-FP16 = _format_of_dtype("fp16", torch.float16)
-FP8_E4M3 = _format_of_dtype("fp8_e4m3", torch.float8_e4m3fn)
-FP8_E5M2 = _format_of_dtype("fp8_e5m2", torch.float8_e5m2)
+FP32 = _build_format("fp32", torch.float32)
+FP64 = _build_format("fp64", torch.float64)
+BF16 = _build_format("bf16", torch.bfloat16)
+FP16 = _build_format("fp16", torch.float16)
+FP8_E4M3 = _build_format("fp8_e4m3", torch.float8_e4m3fn)
+FP8_E5M2 = _build_format("fp8_e5m2", torch.float8_e5m2)
 # tf32 has fp32's exponent and fp16's fraction. No dtype stores it, so torch.finfo cannot be asked.
 TF32 = Format(
     "tf32",
@@ -85,19 +85,19 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def as_fp32(number: float) -> float:
+def round_to_fp32(number: float) -> float:
     """Return a Python number rounded to float32, without allocating a tensor."""
     return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
-def format_of(dtype: torch.dtype) -> Format | None:
+def find_format(dtype: torch.dtype) -> Format | None:
     """Return the format that a dtype stores, or None for integers and other dtypes without a format here."""
     return _BY_DTYPE.get(dtype)
 
 
-def name_of(dtype: torch.dtype) -> str:
+def name_dtype(dtype: torch.dtype) -> str:
     """Return the name of the format that a dtype stores, or torch's own name for the dtype."""
-    found = format_of(dtype)
+    found = find_format(dtype)
     return found.name if found else str(dtype).removeprefix("torch.")
 
 

@@ -17,20 +17,20 @@ _FILES = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_byte
 """Of version 2, then of version 1: the folder, the limit, and the bytes in use."""
 
 
-def total_memory() -> int:
+def read_total_memory() -> int:
     """Return the memory of this machine in bytes, or the limit of the container or job where that is lower."""
-    return min(_physical_memory(), *(limit for limit, _ in _limits()), 2**62)
+    return min(_read_physical_memory(), *(limit for limit, _ in _iterate_group_limits()), 2**62)
 
 
-def free_memory() -> int | None:
+def read_free_memory() -> int | None:
     """Return the bytes that are free for this process; None if they are unknown."""
-    known = [limit - used for limit, used in _limits()]
+    known = [limit - used for limit, used in _iterate_group_limits()]
     with contextlib.suppress(OSError, ValueError, IndexError, ImportError):
-        known.append(_available_memory())
+        known.append(_read_available_memory())
     return max(0, min(known)) if known else None
 
 
-def _physical_memory() -> int:
+def _read_physical_memory() -> int:
     # psutil comes with an extra. Windows has no os.sysconf.
     try:
         import psutil
@@ -39,7 +39,7 @@ def _physical_memory() -> int:
     return int(psutil.virtual_memory().total)
 
 
-def _available_memory() -> int:
+def _read_available_memory() -> int:
     if _MEMINFO.exists():
         for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -49,16 +49,16 @@ def _available_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _limits() -> Iterator[tuple[int, int]]:
+def _iterate_group_limits() -> Iterator[tuple[int, int]]:
     """Yield the limit and the use of each control group that this process is in."""
     for folder, limit, used in _FILES:
-        for group in _list_own_groups(CGROUP / folder):
+        for group in _iterate_own_groups(CGROUP / folder):
             with contextlib.suppress(OSError, ValueError):  # "max" is no limit
                 most = int((group / limit).read_text())
-                yield most, int((group / used).read_text()) - _reclaimable(group)
+                yield most, int((group / used).read_text()) - _read_reclaimable_bytes(group)
 
 
-def _list_own_groups(root: Path) -> Iterator[Path]:
+def _iterate_own_groups(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's group and of those around it."""
     own = Path()
     with contextlib.suppress(OSError, IndexError):
@@ -67,7 +67,7 @@ def _list_own_groups(root: Path) -> Iterator[Path]:
         yield root / group
 
 
-def _reclaimable(group: Path) -> int:
+def _read_reclaimable_bytes(group: Path) -> int:
     """Return the bytes of files in memory that the kernel gives back when they are needed."""
     with contextlib.suppress(OSError, ValueError):
         for line in (group / "memory.stat").read_text().splitlines():
@@ -95,7 +95,7 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def nothing_collected() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Disable garbage collection around imports.
 
     Imports create a million objects and free almost none, and the collector scans them again and again: without it,

@@ -14,14 +14,14 @@ class JsonResult:
     """A base of results, which are dataclasses."""
 
     json_keys: ClassVar[tuple[str, ...]] = ()
-    """The keys of `as_dict`, as for `json_data`; the fields if empty."""
+    """The keys of `as_dict`, as for `convert_to_json_data`; the fields if empty."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can represent."""
-        return _attributes(self)
+        return _collect_attributes(self)
 
 
-def json_data(value: object) -> Any:
+def convert_to_json_data(value: object) -> Any:
     """Return objects, mappings, sequences, enums and paths as data that JSON can represent.
 
     An object with a method `as_dict` decides by itself. Another dataclass or named tuple becomes its fields; with a
@@ -29,19 +29,19 @@ def json_data(value: object) -> Any:
     `"device.name"` becomes the key `name`, and `"gpu=device.name"` the key `gpu`.
     """
     if hasattr(value, "as_dict"):
-        return json_data(value.as_dict())
+        return convert_to_json_data(value.as_dict())
     if is_dataclass(value) or hasattr(value, "_fields"):
-        return _attributes(value)
+        return _collect_attributes(value)
     if isinstance(value, Mapping):
-        return {key: json_data(inner) for key, inner in value.items()}
+        return {key: convert_to_json_data(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [json_data(inner) for inner in value]
+        return [convert_to_json_data(inner) for inner in value]
     if isinstance(value, Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _collect_attributes(value: Any) -> dict[str, Any]:
     paths = getattr(value, "json_keys", ()) or getattr(value, "_fields", ()) or [field.name for field in fields(value)]
     named = (path.partition("=") if "=" in path else (path.rpartition(".")[2], "", path) for path in paths)
-    return {key: json_data(attrgetter(path)(value)) for key, _, path in named}
+    return {key: convert_to_json_data(attrgetter(path)(value)) for key, _, path in named}

@@ -27,21 +27,21 @@ class LaunchedRank:
     """The ranks of this host; None if the launcher does not say."""
 
 
-def launched_rank(variables: Mapping[str, str] = os.environ) -> LaunchedRank:
+def read_launched_rank(variables: Mapping[str, str] = os.environ) -> LaunchedRank:
     """Return this rank as its launcher named it; raise WrongLaunch for variables that name no rank of a group."""
-    size = number_in("WORLD_SIZE", variables, 1, 1, MOST_RANKS)
-    local_rank = number_in("LOCAL_RANK", variables, 0, 0, MOST_RANKS)
-    here = number_in("LOCAL_WORLD_SIZE", variables, 0, 0, MOST_RANKS) or None
+    size = read_number_variable("WORLD_SIZE", variables, 1, 1, MOST_RANKS)
+    local_rank = read_number_variable("LOCAL_RANK", variables, 0, 0, MOST_RANKS)
+    here = read_number_variable("LOCAL_WORLD_SIZE", variables, 0, 0, MOST_RANKS) or None
     if "WORLD_SIZE" not in variables:
         # One process; another program may set RANK for itself.
         return LaunchedRank(local_rank=local_rank, local_world_size=here)
     if size > 1:
-        _check_place(variables)
-    rank = number_in("RANK", variables, 0, 0, size - 1)
+        _check_rendezvous_variables(variables)
+    rank = read_number_variable("RANK", variables, 0, 0, size - 1)
     return LaunchedRank(rank, size, local_rank, here)
 
 
-def _check_place(variables: Mapping[str, str]) -> None:
+def _check_rendezvous_variables(variables: Mapping[str, str]) -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if missing:
         raise WrongLaunch(
@@ -49,10 +49,10 @@ def _check_place(variables: Mapping[str, str]) -> None:
             allowed="all variables of a rank: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
             do="start the ranks with torchrun or srun, or unset WORLD_SIZE for one process",
         )
-    number_in("MASTER_PORT", variables, 0, 1, LARGEST_PORT)
+    read_number_variable("MASTER_PORT", variables, 0, 1, LARGEST_PORT)
 
 
-def number_in(name: str, variables: Mapping[str, str], default: int, least: int, most: int) -> int:
+def read_number_variable(name: str, variables: Mapping[str, str], default: int, least: int, most: int) -> int:
     """Return the whole number in a variable, `default` where it is not set; raise WrongLaunch for anything else."""
     text = variables.get(name)
     if text is None:
@@ -67,7 +67,7 @@ def number_in(name: str, variables: Mapping[str, str], default: int, least: int,
     return int(text)
 
 
-def count_in(name: str, variables: Mapping[str, str]) -> int:
+def read_count_variable(name: str, variables: Mapping[str, str]) -> int:
     """Return the count in a variable that a launcher need not set; 0 if it is none, such as `none`."""
     text = variables.get(name, "")
     return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else 0
@@ -79,12 +79,12 @@ _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "S
 _FIRST_HOST = re.compile(r"(?P<name>[^\[,]+)(\[(?P<number>\d+)[^\]]*\](?P<rest>[^\[,]*))?")
 
 
-def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+def convert_slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torch's variables for a rank that srun started; none where torchrun did, or for a single task."""
     # A batch script has these variables too, and is no rank: only srun sets the step.
     if any(name in environment for name in _SLURM) or "SLURM_STEP_ID" not in environment:
         return {}
-    if number_in("SLURM_NTASKS", environment, 1, 1, MOST_RANKS) < 2 or any(
+    if read_number_variable("SLURM_NTASKS", environment, 1, 1, MOST_RANKS) < 2 or any(
         name not in environment for name in _SLURM.values()
     ):
         return {}
@@ -92,13 +92,13 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     found = _FIRST_HOST.match(listed)
     host = "".join(part or "" for part in found.group("name", "number", "rest")) if found else "localhost"
-    place = {"MASTER_ADDR": host, "MASTER_PORT": str(_port(environment))}
+    place = {"MASTER_ADDR": host, "MASTER_PORT": str(_choose_port(environment))}
     ranks = {ours: environment[theirs] for ours, theirs in _SLURM.items()}
     return {**ranks, **{name: environment.get(name, value) for name, value in place.items()}}
 
 
-def _port(environment: Mapping[str, str]) -> int:
+def _choose_port(environment: Mapping[str, str]) -> int:
     """Return a port that is the same on all tasks, and rarely shared by other jobs and steps on the same host."""
     # Slurm numbers the steps of a batch script itself, and of containers, from the end of 32 bits.
-    job, step = (number_in(name, environment, 0, 0, 2**32) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step = (read_number_variable(name, environment, 0, 0, 2**32) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return PORTS[(31 * job + step) % len(PORTS)]

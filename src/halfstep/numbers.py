@@ -12,7 +12,7 @@ def to_float(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def value(number: Any) -> str:
+def format_metric_value(number: Any) -> str:
     """Format a loss or a metric: four decimals in the usual range, else scientific notation."""
     number = to_float(number)
     if not math.isfinite(number):
@@ -23,32 +23,32 @@ def value(number: Any) -> str:
     return f"{number:.2e}"
 
 
-def rate(number: Any) -> str:
+def format_learning_rate(number: Any) -> str:
     """Format a learning rate: three digits, without trailing zeros."""
     number = to_float(number)
     if not math.isfinite(number) or number == 0.0:
-        return value(number) if number else "0"
-    return f"{number:.3g}" if 1e-3 <= abs(number) < 1e3 else scientific(number)
+        return format_metric_value(number) if number else "0"
+    return f"{number:.3g}" if 1e-3 <= abs(number) < 1e3 else format_scientific(number)
 
 
-def scientific(number: float) -> str:
+def format_scientific(number: float) -> str:
     """Format a finite number as 2.5e-4, without trailing zeros."""
     digits, power = f"{number:.2e}".split("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def scale(number: Any) -> str:
+def format_loss_scale(number: Any) -> str:
     """Format a loss scale, which is nearly always an integer."""
     number = to_float(number)
     return f"{number:.0f}" if 1.0 <= number < 1e9 else f"{number:.3g}"
 
 
-def count(number: Any) -> str:
+def format_count(number: Any) -> str:
     """Format a count with thousands separators."""
     return f"{int(number):,}"
 
 
-def abbreviated(number: Any) -> str:
+def format_short_count(number: Any) -> str:
     """Format a count with its unit: 24.4 M."""
     number = to_float(number)
     for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
@@ -57,27 +57,27 @@ def abbreviated(number: Any) -> str:
     return f"{number:.0f}"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number for a sentence: 71,204 and 3.4e+38."""
     return f"{value:,.0f}" if 100 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
-def several(number: int, word: str) -> str:
+def format_counted_noun(number: int, word: str) -> str:
     """Format a count with its noun: 1 epoch, 2 epochs."""
-    return f"{number:,} {many(number, word)}"
+    return f"{number:,} {pluralize_noun(number, word)}"
 
 
-def many(number: int, word: str) -> str:
+def pluralize_noun(number: int, word: str) -> str:
     """Return the noun, in the plural unless the number is 1."""
     return word if number == 1 else f"{word}s"
 
 
-def shape(sides: Iterable[int]) -> str:
+def format_shape(sides: Iterable[int]) -> str:
     """Format the shape of a tensor: 3×224×224."""
     return "×".join(map(str, sides)) or "one number"
 
 
-def size(number: Any) -> str:
+def format_bytes(number: Any) -> str:
     """Format a number of bytes with its binary unit."""
     number = to_float(number)
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -86,7 +86,7 @@ def size(number: Any) -> str:
     return f"{number:.0f} B"
 
 
-def share(number: Any) -> str:
+def format_percent(number: Any) -> str:
     """Format a share between 0 and 1 in percent; only an exact 0 or 1 is shown as 0 % or 100 %."""
     percent = 100.0 * to_float(number)
     if not math.isfinite(percent):
@@ -96,13 +96,13 @@ def share(number: Any) -> str:
     return f"{percent:.0f} %"
 
 
-def speed(number: Any) -> str:
+def format_speed(number: Any) -> str:
     """Format a throughput."""
     number = to_float(number)
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def clock(seconds: Any) -> str:
+def format_clock(seconds: Any) -> str:
     """Format a duration as a clock: 01:32, 2:05:09, 3 d 04:10."""
     seconds = to_float(seconds)
     if not 0.0 <= seconds < 1e9:
@@ -115,7 +115,7 @@ def clock(seconds: Any) -> str:
     return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute:02d}:{second:02d}"
 
 
-def duration(seconds: Any) -> str:
+def format_duration(seconds: Any) -> str:
     """Format a duration with units: 35 ms, 4.2 s, 3 min 20 s, 5 h 12 min."""
     seconds = to_float(seconds)
     if not math.isfinite(seconds):
@@ -127,7 +127,7 @@ def duration(seconds: Any) -> str:
     return f"{hours} h {minute:02d} min" if hours else f"{minutes} min {second:02d} s"
 
 
-def first_few(items: Sequence[int], most: int = 8) -> str:
+def format_first_items(items: Sequence[int], most: int = 8) -> str:
     """Format the first of many numbers, such as sample ids, and the count of the rest."""
     shown = ", ".join(map(str, items[:most]))
     more = len(items) - most

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from halfstep.errors import OutOfMemory, in_one_line
+from halfstep.errors import OutOfMemory, format_error_line
 
 _ON_CORES = "DefaultCPUAllocator: can't allocate memory"
 _SHARED = (
@@ -35,33 +35,33 @@ def is_out_of_memory(error: BaseException) -> bool:
         return getattr(error, "error_code", None) == _CUDA_MEMORY_ALLOCATION
     # For host memory torch raises a plain RuntimeError without a code, so only the message tells it from others.
     return type(error) is RuntimeError and (
-        _ON_CORES in str(error) or lacks_threads(error) or lacks_shared_memory(error)
+        _ON_CORES in str(error) or is_thread_limit_error(error) or is_shared_memory_error(error)
     )
 
 
-def may_be_memory(error: BaseException) -> bool:
+def may_be_out_of_memory(error: BaseException) -> bool:
     """Return whether memory may have been exhausted: the errors of some devices have no other sign than this word."""
     return is_out_of_memory(error) or "memory" in str(error).lower()
 
 
-def lacks_shared_memory(error: BaseException) -> bool:
+def is_shared_memory_error(error: BaseException) -> bool:
     """Return whether an error of torch means that shared memory had no room for a batch of a worker."""
     words = str(error)
     return isinstance(error, RuntimeError) and any(text in words for text in _SHARED) and _MANY_FILES not in words
 
 
-def lacks_threads(error: BaseException) -> bool:
+def is_thread_limit_error(error: BaseException) -> bool:
     """Return whether an error means that the system starts no thread more for this user or container."""
     return isinstance(error, RuntimeError) and _NO_THREAD in str(error)
 
 
-def for_workers(error: BaseException) -> OutOfMemory | None:
+def convert_worker_error(error: BaseException) -> OutOfMemory | None:
     """Return the OutOfMemory error to raise where processes, threads or shared memory are exhausted; else None."""
-    if lacks_shared_memory(error):
+    if is_shared_memory_error(error):
         what, more = "the shared memory has no room for the batches of data workers", MORE_SHARED
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
         what, more = "the shared memory has no room for the locks of data workers", MORE_SHARED
-    elif lacks_threads(error) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+    elif is_thread_limit_error(error) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
         what, more = "the system starts no more processes or threads", MORE_THREADS
     else:
         return None
@@ -73,12 +73,12 @@ def for_workers(error: BaseException) -> OutOfMemory | None:
     return failed
 
 
-def is_too_large(error: BaseException) -> bool:
+def is_step_too_large(error: BaseException) -> bool:
     """Return whether an error means that a step needs more memory than there is, which a smaller batch may not."""
-    return is_out_of_memory(error) and not lacks_threads(error) and not lacks_shared_memory(error)
+    return is_out_of_memory(error) and not is_thread_limit_error(error) and not is_shared_memory_error(error)
 
 
-def as_error(error: BaseException, doing: str, do: str) -> OutOfMemory | None:
+def convert_memory_error(error: BaseException, doing: str, do: str) -> OutOfMemory | None:
     """Return the OutOfMemory error to raise instead, or None if `error` is another failure.
 
     `doing` and `do` are parts of its message. The frames of the failed call are cleared, and with them the tensors that
@@ -90,9 +90,9 @@ def as_error(error: BaseException, doing: str, do: str) -> OutOfMemory | None:
         return None
     # The handler of the error needs the memory that the failed call's local variables still hold.
     traceback.clear_frames(error.__traceback__)
-    if lacks_threads(error):
+    if is_thread_limit_error(error):
         do = MORE_THREADS
-    elif lacks_shared_memory(error):
+    elif is_shared_memory_error(error):
         do = MORE_SHARED
     what = f"out of memory {doing}".strip()
-    return OutOfMemory(f"{what}: {in_one_line(error)}", allowed="a batch that fits into the memory", do=do)
+    return OutOfMemory(f"{what}: {format_error_line(error)}", allowed="a batch that fits into the memory", do=do)

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import CANNOT_CREATE, STORAGE, FolderLost, add_option
+from halfstep.errors import CANNOT_CREATE, STORAGE, FolderLost, advise_adding_option
 
 LOCK = ".lock"
 LONGEST = 4096
@@ -34,47 +34,49 @@ _TOKEN = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class Holder:
+class RecordedProcess:
     """A process as a file names it. Other programs may have written it: process ids are reused, files are copied."""
 
     pid: int
     host: str
     since: str
     machine: str = ""
-    """See `boot_and_container_id`; empty in files of earlier versions."""
+    """See `compute_boot_container_id`; empty in files of earlier versions."""
     launch: str = ""
     """The token of its launch; empty in files of earlier versions."""
 
     @classmethod
-    def read(cls, content: Any) -> Holder | None:
+    def read(cls, content: Any) -> RecordedProcess | None:
         """Return the holder in the parsed content of a file; None if it names none."""
         match content:
-            case {"pid": int(pid), "host": str(host), "since": str(since)} if _is_plain(host, since):
+            case {"pid": int(pid), "host": str(host), "since": str(since)} if _is_printable_text(host, since):
                 machine, launch = content.get("machine"), content.get("launch")
-                return cls(pid, host, since, machine if isinstance(machine, str) else "", token_of(launch) or "")
+                return cls(
+                    pid, host, since, machine if isinstance(machine, str) else "", parse_launch_token(launch) or ""
+                )
         return None
 
     @classmethod
-    def own(cls, launch: str) -> Holder:
+    def own(cls, launch: str) -> RecordedProcess:
         """Return this process as a holder."""
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return cls(os.getpid(), socket.gethostname(), since, boot_and_container_id(), launch)
+        return cls(os.getpid(), socket.gethostname(), since, compute_boot_container_id(), launch)
 
     @property
     def is_here(self) -> bool:
         """Return whether its process id is one of this host."""
-        return self.host == socket.gethostname() and self.machine in ("", boot_and_container_id())
+        return self.host == socket.gethostname() and self.machine in ("", compute_boot_container_id())
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
 
 
-def token_of(value: Any) -> str | None:
+def parse_launch_token(value: Any) -> str | None:
     """Return a value of a file that has the form of a launch token; None for any other."""
     return value if isinstance(value, str) and _TOKEN.fullmatch(value) else None
 
 
-def boot_and_container_id() -> str:
+def compute_boot_container_id() -> str:
     """Return what tells two hosts of one name apart: a digest of the boot and of the container; empty if not known.
 
     A pod that is replaced keeps its name, and may have its process ids again, while the old one is still running.
@@ -86,15 +88,15 @@ def boot_and_container_id() -> str:
         return ""
 
 
-def read_holder(descriptor: int) -> Holder | None:
+def read_holder(descriptor: int) -> RecordedProcess | None:
     """Return the holder that an open lock file names; None if it names none."""
     try:
-        return Holder.read(json.loads(os.pread(descriptor, LONGEST, 0)))
+        return RecordedProcess.read(json.loads(os.pread(descriptor, LONGEST, 0)))
     except (ValueError, RecursionError):
         return None
 
 
-def is_alive(pid: int, since: float) -> bool:
+def is_process_alive(pid: int, since: float) -> bool:
     """Return whether this host has a process of this id that had started at the time `since`, 0 where not known."""
     import psutil
 
@@ -110,11 +112,11 @@ def is_alive(pid: int, since: float) -> bool:
         return True
 
 
-def _is_plain(*words: str) -> bool:
+def _is_printable_text(*words: str) -> bool:
     return all(word.isprintable() and 0 < len(word) <= 255 for word in words)
 
 
-class Ownership:
+class FolderOwnership:
     """The claim of this process on a folder: an open `.lock`, and the launch token that is in it."""
 
     def __init__(self, folder: Path, descriptor: int, token: str, *, is_signed: bool) -> None:
@@ -130,10 +132,10 @@ class Ownership:
         _owned.add(self)
 
     @classmethod
-    def joined(cls, folder: Path, token: str) -> Ownership | None:
+    def joined(cls, folder: Path, token: str) -> FolderOwnership | None:
         """Claim a folder that rank 0 of this launch has locked; None if its `.lock` is not seen here."""
         try:
-            descriptor = _open_regular(folder / LOCK)
+            descriptor = _open_regular_file(folder / LOCK)
         except OSError:
             return None
         found = read_holder(descriptor)
@@ -172,16 +174,16 @@ class Ownership:
             with self._using:
                 if self._descriptor is None:
                     return None
-                is_own = _is_open_as(self._descriptor, there)
+                is_own = _is_same_file(self._descriptor, there)
             holder = None
             if is_own and self._is_signed:
                 # Opened by its name: a network disk asks its server then, and may show an old text to who has it open.
-                holder = _holder_at(path)
+                holder = _read_lock_holder(path)
                 is_own = holder is not None and holder.launch == self.token
-            return None if is_own else _taken_error(self.folder, holder or _holder_if_file(path))
+            return None if is_own else _build_taken_error(self.folder, holder or _find_lock_holder(path))
         except OSError as error:
             if error.errno in _GONE:
-                return _gone_error(self.folder, self._absolute)
+                return _build_gone_error(self.folder, self._absolute)
             raise
 
     def _close(self) -> None:
@@ -191,7 +193,7 @@ class Ownership:
                 os.close(descriptor)
 
 
-def _is_open_as(descriptor: int, there: os.stat_result) -> bool:
+def _is_same_file(descriptor: int, there: os.stat_result) -> bool:
     try:
         return os.path.samestat(there, os.fstat(descriptor))
     except OSError as error:
@@ -200,21 +202,21 @@ def _is_open_as(descriptor: int, there: os.stat_result) -> bool:
         raise
 
 
-def _holder_at(path: Path) -> Holder | None:
-    descriptor = _open_regular(path)
+def _read_lock_holder(path: Path) -> RecordedProcess | None:
+    descriptor = _open_regular_file(path)
     try:
         return read_holder(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _holder_if_file(path: Path) -> Holder | None:
+def _find_lock_holder(path: Path) -> RecordedProcess | None:
     with contextlib.suppress(OSError):
-        return _holder_at(path)
+        return _read_lock_holder(path)
     return None
 
 
-def _open_regular(path: Path) -> int:
+def _open_regular_file(path: Path) -> int:
     """Open a regular file for reading; raise OSError for a link, a folder or a pipe, and never wait for a writer."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -223,17 +225,17 @@ def _open_regular(path: Path) -> int:
     return descriptor
 
 
-def _taken_error(folder: Path, holder: Holder | None) -> FolderLost:
+def _build_taken_error(folder: Path, holder: RecordedProcess | None) -> FolderLost:
     by = f"it is that of {holder}" if holder is not None else f"its {LOCK} is not the one that this run wrote"
     return FolderLost(
         f"{folder} is no longer this run's folder: {by}. Nothing more was written to it",
         allowed="one run per folder; nothing else changes it until the run ends",
-        do=f"{add_option('new')}, or give run.dir=FOLDER, to train in a separate folder",
+        do=f"{advise_adding_option('new')}, or give run.dir=FOLDER, to train in a separate folder",
         exit_code=CANNOT_CREATE,
     )
 
 
-def _gone_error(folder: Path, absolute: Path) -> FolderLost:
+def _build_gone_error(folder: Path, absolute: Path) -> FolderLost:
     given = f"{folder / LOCK} is gone: the folder was removed, moved or cleared while the run trained"
     do = "restore the folder, and start the run with the same command: it resumes from its last checkpoint"
     if Path(os.path.abspath(folder)) != absolute:
@@ -252,11 +254,11 @@ def _gone_error(folder: Path, absolute: Path) -> FolderLost:
     )
 
 
-_owned: set[Ownership] = set()
+_owned: set[FolderOwnership] = set()
 """What this process has claimed."""
 
 
-def owner_of(path: Path) -> Ownership | None:
+def find_ownership(path: Path) -> FolderOwnership | None:
     """Return the claim of this process on the folder that `path` is in; None if it has none."""
     found = (one for one in tuple(_owned) if one.covers(path))
     return max(found, key=lambda one: len(one.folder.parts), default=None)
@@ -264,7 +266,7 @@ def owner_of(path: Path) -> Ownership | None:
 
 def check_ownership(path: Path) -> None:
     """Raise FolderLost where `path` is in a folder that this process had claimed, and that is no longer its own."""
-    owner = owner_of(path)
+    owner = find_ownership(path)
     if owner is not None:
         owner.check()
 

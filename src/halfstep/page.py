@@ -28,15 +28,15 @@ Text: TypeAlias = str | Span | tuple[str | Span, ...]
 """Text of any block or cell: a string, a styled span, or several of both."""
 
 
-def spans_of(text: Text) -> list[Span]:
+def convert_to_spans(text: Text) -> list[Span]:
     """Return the text as spans."""
     parts = text if isinstance(text, tuple) else (text,)
     return [part if isinstance(part, Span) else Span(part) for part in parts]
 
 
-def plain(text: Text) -> str:
+def strip_styles(text: Text) -> str:
     """Return the text without its styles."""
-    return "".join(span.text for span in spans_of(text))
+    return "".join(span.text for span in convert_to_spans(text))
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Command:
+class Instruction:
     """A command to type, or an instruction: in HTML a separate box."""
 
     text: str
@@ -138,7 +138,7 @@ class Table:
     """Print an empty line above it on the terminal."""
 
 
-def number_table(first: str, titles: Sequence[str], rows: Sequence[tuple[Text, ...]]) -> Table:
+def build_number_table(first: str, titles: Sequence[str], rows: Sequence[tuple[Text, ...]]) -> Table:
     """Return a table with names in its first column, and numbers below each of the titles."""
     columns = (Column(first, wrap="fold"), *(Column(title, "right") for title in titles))
     return Table(columns, tuple(rows), indent=1)
@@ -196,7 +196,7 @@ def is_drawable(value: float) -> bool:
     return math.isfinite(value) and abs(value) < LARGEST
 
 
-def short_number(value: float) -> str:
+def format_short_number(value: float) -> str:
     """Return a number with four significant digits."""
     return f"{value:.4g}"
 
@@ -226,7 +226,7 @@ class Curves:
     """`auto` is logarithmic if a spike would flatten the rest; `zero` starts at zero."""
     skips: Sequence[tuple[float, str]] = ()
     """Skipped steps and their reasons."""
-    form: Callable[[float], str] = short_number
+    form: Callable[[float], str] = format_short_number
     """Formats the numbers of the hover text."""
 
     @property
@@ -235,7 +235,7 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BarPiece:
     """A part of a bar: its kind, which is also its color, its length, and its hover text."""
 
     kind: str
@@ -249,7 +249,7 @@ class Bar:
 
     name: str
     words: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BarPiece, ...]
 
     @property
     def length(self) -> float:
@@ -305,13 +305,13 @@ class Intervals:
 
 
 @dataclass(frozen=True)
-class Node:
+class TreeNode:
     """A part of a tree, such as a module: its size without its children by kind, and its hover text."""
 
     name: str
     words: str = ""
     sizes: Mapping[str, float] = field(default_factory=dict)
-    children: tuple[Node, ...] = ()
+    children: tuple[TreeNode, ...] = ()
     outlined: bool = False
 
     @cached_property
@@ -330,7 +330,7 @@ class Tree:
     """A tree as rows of blocks, the root on top, each as wide as its size and colored by kind."""
 
     title: str
-    root: Node
+    root: TreeNode
     unit: str = ""
     legend: tuple[tuple[str, str], ...] = ()
     """Kinds and the label of each."""
@@ -354,14 +354,14 @@ class Charts:
     """Draw its bars on the terminal as well."""
 
 
-def charts_of(*found: Chart | None) -> tuple[Charts, ...]:
+def build_charts(*found: Chart | None) -> tuple[Charts, ...]:
     """Return one block of the charts that have something to draw; none if there is nothing."""
     drawn = tuple(chart for chart in found if chart is not None and not chart.is_empty)
     return (Charts(drawn),) if drawn else ()
 
 
 Block: TypeAlias = (
-    Heading | Paragraph | Items | Code | Command | Pairs | Table | Box | Details | SideBySide | Pictures | Charts
+    Heading | Paragraph | Items | Code | Instruction | Pairs | Table | Box | Details | SideBySide | Pictures | Charts
 )
 
 
@@ -379,8 +379,8 @@ class Page:
         return replace(self, blocks=(*self.blocks, *blocks))
 
 
-def finding_box(id: str, severity: str, evidence: str, fix: str, place: str = "") -> Box:
+def build_finding_box(id: str, severity: str, evidence: str, fix: str, place: str = "") -> Box:
     """Return the box of a finding: its id, its place if it has one, its evidence and its fix."""
     tone: Style = {"error": "bad", "warning": "warn"}.get(severity, "note")  # type: ignore[assignment]
-    do = (Command(fix, "do: ", is_prose=True),) if fix else ()
+    do = (Instruction(fix, "do: ", is_prose=True),) if fix else ()
     return Box((Span(f"{severity} {id}", tone), f"  {place}" if place else ""), (Paragraph(evidence), *do), tone)

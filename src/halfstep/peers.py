@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from halfstep.ownership import boot_and_container_id, is_alive
+from halfstep.ownership import compute_boot_container_id, is_process_alive
 
 SETTLED = 2.0
 """Seconds after its end from which a process counts as gone: what it sent before may still arrive."""
@@ -27,30 +27,30 @@ class RankProcess(NamedTuple):
         return f"{self.rank} {self.pid} {self.began};"
 
 
-def this_process(rank: int) -> RankProcess:
+def read_own_process(rank: int) -> RankProcess:
     """Return the process that calls this, as that of a rank."""
-    return RankProcess(rank, os.getpid(), start_of(os.getpid()))
+    return RankProcess(rank, os.getpid(), read_process_start(os.getpid()))
 
 
-def read_processes(text: str) -> list[RankProcess]:
+def parse_processes(text: str) -> list[RankProcess]:
     """Return the processes of a concatenation of their texts; of a rank that is there twice, the last one."""
     rows = (entry.split(" ") for entry in text.split(";") if entry)
     found = {int(rank): RankProcess(int(rank), int(pid), began) for rank, pid, began in rows}
     return list(found.values())
 
 
-def host_id() -> str:
+def compute_host_id() -> str:
     """Return a name that is the same for two processes only if each can see the other by its process id."""
     # Not the host's name alone: two containers may share one, and have separate process ids.
-    return f"{socket.gethostname()} {boot_and_container_id()}"
+    return f"{socket.gethostname()} {compute_boot_container_id()}"
 
 
-def is_gone(process: RankProcess) -> bool:
+def is_process_gone(process: RankProcess) -> bool:
     """Return whether a process of this host has ended."""
-    return not is_alive(process.pid, 0) or start_of(process.pid) != process.began
+    return not is_process_alive(process.pid, 0) or read_process_start(process.pid) != process.began
 
 
-def start_of(pid: int) -> str:
+def read_process_start(pid: int) -> str:
     """Return the start of a process in ticks since the boot, which no change of the clock moves; empty if unknown."""
     try:
         # The name, in parentheses, may hold anything.
@@ -75,7 +75,7 @@ class Peers:
         """Return the ranks that are gone, each with the evidence."""
         now = time.monotonic()
         for process in self._here:
-            if process.rank not in self._since and is_gone(process):
+            if process.rank not in self._since and is_process_gone(process):
                 self._since[process.rank] = now
         ended = {rank: "its process has ended" for rank, since in self._since.items() if now - since >= SETTLED}
         return dict(sorted({**self._lost, **ended}.items()))

@@ -31,13 +31,17 @@ DTYPES = {
 _ALIGNED = 8
 
 
-def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def encode_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """Return the header for tensors that follow contiguously, in this order; raise WrongUse for an unknown dtype."""
     table: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        table[name] = {"dtype": _name_of(tensor, name), "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        table[name] = {
+            "dtype": _name_stored_dtype(tensor, name),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(table, separators=(",", ":")).encode()
     # The format lets readers map tensors directly, so their data has to start at a multiple of 8 bytes.
     text += b" " * (-len(text) % _ALIGNED)
@@ -50,7 +54,7 @@ def content(tensor: Tensor) -> memoryview:
     return flat
 
 
-def _name_of(tensor: Tensor, name: str) -> str:
+def _name_stored_dtype(tensor: Tensor, name: str) -> str:
     if tensor.dtype not in DTYPES:
         raise WrongUse(
             f"{name} is of type {tensor.dtype}, which .safetensors files do not support",

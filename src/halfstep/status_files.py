@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from halfstep.files import known_fields, read_json
-from halfstep.ownership import Holder, is_alive
+from halfstep.files import parse_known_fields, read_json
+from halfstep.ownership import RecordedProcess, is_process_alive
 
 RUNNING, ENDED = "running", "ended"
 _NAME = re.compile(r"status\.rank-([0-9]{5})\.json")
 
 
-def status_file(rank: int) -> str:
+def name_status_file(rank: int) -> str:
     """Return the name of a rank's status file."""
     return f"status.rank-{rank:05d}.json"
 
 
-def rank_of_file(name: str) -> int | None:
+def parse_status_rank(name: str) -> int | None:
     """Return the rank whose status file has this name; None for any other file."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
-class StatusFile:
+class RankStatusRecord:
     """The status of one rank; None for a field that is missing or of another type: nothing is taken for granted."""
 
     state: str | None = None
@@ -45,7 +45,7 @@ class StatusFile:
     pid: int | None = None
     host: str | None = None
     machine: str | None = None
-    """See `ownership.boot_and_container_id`."""
+    """See `ownership.compute_boot_container_id`."""
     job: str | None = None
     rank: int | None = None
     since: str | None = None
@@ -65,7 +65,7 @@ class StatusFile:
     @property
     def written_at(self) -> float:
         """When the file was written, by the clock of its host, in seconds since 1970; 0 if that is not known."""
-        return timestamp(self.time)
+        return parse_timestamp(self.time)
 
     @property
     def is_of_this_host(self) -> bool:
@@ -73,22 +73,22 @@ class StatusFile:
         return self.host == socket.gethostname()
 
     @property
-    def holder(self) -> Holder | None:
+    def holder(self) -> RecordedProcess | None:
         """The process that wrote the file; None if the file names none."""
-        return Holder.read(vars(self))
+        return RecordedProcess.read(vars(self))
 
     def is_gone(self, started_by: float) -> bool:
         """Return whether this host has no such process that started by then; a pod may have its predecessor's name."""
-        return self.pid is not None and not is_alive(self.pid, started_by)
+        return self.pid is not None and not is_process_alive(self.pid, started_by)
 
 
-def read_status(folder: Path, rank: int) -> StatusFile | None:
+def read_status(folder: Path, rank: int) -> RankStatusRecord | None:
     """Return the status of a rank; None if it has written none."""
-    content = read_json(folder / status_file(rank))
-    return known_fields(StatusFile, content) if isinstance(content, dict) and content else None
+    content = read_json(folder / name_status_file(rank))
+    return parse_known_fields(RankStatusRecord, content) if isinstance(content, dict) and content else None
 
 
-def timestamp(written: str | None) -> float:
+def parse_timestamp(written: str | None) -> float:
     """Return an ISO date in seconds since 1970; 0 for anything else."""
     try:
         return datetime.fromisoformat(written).timestamp() if written else 0.0

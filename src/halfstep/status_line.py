@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from shutil import get_terminal_size
 
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 
 OnProgress = Callable[[int, int], None]
 """A callback that is given (done, total)."""
@@ -19,11 +19,11 @@ _shown = ""
 """The line that is displayed now, without a newline: it is erased before anything else is printed."""
 
 
-def unwatched(doing: str) -> None:
+def ignore_status(doing: str) -> None:
     """Show nothing: for calls that nobody waits for."""
 
 
-def waiting(title: str) -> Now:
+def create_status_reporter(title: str) -> Now:
     """Return a function that shows what `title` is doing. Only rank 0 prints."""
     return partial(_show_phase, title)
 
@@ -31,28 +31,28 @@ def waiting(title: str) -> Now:
 def show_status(line: str) -> None:
     """Show a status line: on a terminal it replaces the previous one, in a log it is one more line."""
     global _shown
-    line = in_line(line)
-    if _moves():
-        show(line)
-    elif line != _shown and _speaks():
+    line = escape_to_one_line(line)
+    if _can_erase_line():
+        show_on_terminal(line)
+    elif line != _shown and _can_print():
         _shown = line
-        _write(f"{line}\n")
+        _write_stderr(f"{line}\n")
 
 
-def show(line: str) -> None:
+def show_on_terminal(line: str) -> None:
     """Show a status line on a terminal, and nothing in a log."""
     global _shown
-    if _moves():
-        _shown = in_line(line)
+    if _can_erase_line():
+        _shown = escape_to_one_line(line)
         # One column less than the width: a full line would wrap, and the erase code clears a single row.
-        _write(f"{_ERASED}{_shown[: get_terminal_size().columns - 1]}")
+        _write_stderr(f"{_ERASED}{_shown[: get_terminal_size().columns - 1]}")
 
 
-def clear() -> None:
+def clear_status_line() -> None:
     """Erase the status line."""
     global _shown
-    if _shown and _moves():
-        _write(_ERASED)
+    if _shown and _can_erase_line():
+        _write_stderr(_ERASED)
     _shown = ""
 
 
@@ -60,10 +60,10 @@ def _show_phase(title: str, doing: str) -> None:
     if doing:
         show_status(f"{title}: {doing}")
     else:
-        clear()
+        clear_status_line()
 
 
-def in_notebook() -> bool:
+def is_in_notebook() -> bool:
     """Return whether output goes to a notebook's cell, which appends what a terminal draws over.
 
     IPython runs `!command` in a pseudo-terminal; the command inherits the variables of the kernel.
@@ -72,19 +72,19 @@ def in_notebook() -> bool:
     return inline or "JPY_PARENT_PID" in os.environ
 
 
-def _moves() -> bool:
-    if in_notebook():
+def _can_erase_line() -> bool:
+    if is_in_notebook():
         return False
     # TERM=dumb means that the terminal does not interpret the codes that erase a line.
-    return _speaks() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return _can_print() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def _speaks() -> bool:
+def _can_print() -> bool:
     # sys.stderr is None under pythonw; torchrun sets RANK.
     return sys.stderr is not None and os.environ.get("RANK", "0") == "0"
 
 
-def _write(text: str) -> None:
+def _write_stderr(text: str) -> None:
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
     try:
         sys.stderr.write(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from halfstep.errors import TRY_AGAIN
-from halfstep.status_line import clear
+from halfstep.status_line import clear_status_line
 
 POSSIBLE = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -20,7 +20,7 @@ _BY_SCHEDULERS = [getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if ha
 """Sent by Slurm (`--signal=USR1@60`) and others ahead of SIGTERM."""
 
 
-def stop_signals() -> list[signal.Signals]:
+def list_stop_signals() -> list[signal.Signals]:
     """Return the signals that ask this process to stop, besides Ctrl-C.
 
     SIGHUP, of a terminal that closes, unless it is ignored, as by `nohup`; SIGUSR1 and SIGUSR2 unless somebody has a
@@ -29,14 +29,14 @@ def stop_signals() -> list[signal.Signals]:
     heard = [signal.SIGTERM]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         heard.append(signal.SIGHUP)
-    return heard + [number for number in _BY_SCHEDULERS if is_free(number)]
+    return heard + [number for number in _BY_SCHEDULERS if is_signal_free(number)]
 
 
-def is_free(number: signal.Signals) -> bool:
+def is_signal_free(number: signal.Signals) -> bool:
     """Return whether nobody but halfstep handles a signal, and nobody ignores it."""
     handler = signal.getsignal(number)
     if handler is not signal.SIG_DFL:
-        return handler is leave_unbegun
+        return handler is exit_before_run
     # Python does not know of handlers in C, such as those of faulthandler.register.
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -46,9 +46,9 @@ def is_free(number: signal.Signals) -> bool:
     return not caught & 1 << (number - 1)
 
 
-def leave_unbegun(number: int, _: object) -> NoReturn:
+def exit_before_run(number: int, _: object) -> NoReturn:
     """End a process that has started no run yet; a signal handler."""
-    clear()
+    clear_status_line()
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):  # the terminal that closed
             sys.stderr.write(f"stopped by {signal.Signals(number).name} before the first step\n")

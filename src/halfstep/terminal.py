@@ -16,37 +16,37 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 
-from halfstep.printable import printable
-from halfstep.status_line import OnProgress, clear, in_notebook
+from halfstep.printable import escape_unprintable
+from halfstep.status_line import OnProgress, clear_status_line, is_in_notebook
 
 
-class Screen(Console):
+class SafeConsole(Console):
     """A rich console that emits no control codes but its own."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print after erasing the status line."""
-        clear()
+        clear_status_line()
         super().print(*objects, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the segments with their text made printable."""
         # Here, not in print: tables, panels and tracebacks reach the terminal only as segments.
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+            yield segment if segment.control else Segment(escape_unprintable(segment.text), segment.style)
 
 
-def screen(**options: Any) -> Screen:
+def create_console(**options: Any) -> SafeConsole:
     """Return a console for stdout, or for stderr with `stderr=True`; pass styles as Text, not inside strings."""
-    if in_notebook():
+    if is_in_notebook():
         # Jupyter sets FORCE_COLOR, by which rich takes a pipe for a terminal, too.
         options = {"force_terminal": False, **options}
-    return Screen(highlight=False, markup=False, emoji=False, **options)
+    return SafeConsole(highlight=False, markup=False, emoji=False, **options)
 
 
-def say(text: object) -> None:
+def print_plain_text(text: object) -> None:
     """Print lines as they are, without wrapping or color: for copying, or for other programs."""
-    clear()
-    sys.stdout.write(f"{printable(text)}\n")
+    clear_status_line()
+    sys.stdout.write(f"{escape_unprintable(text)}\n")
     sys.stdout.flush()
 
 
@@ -55,12 +55,12 @@ SECONDS = 60.0
 
 
 @contextmanager
-def progress(what: str, unit: str) -> Iterator[OnProgress]:
+def display_progress(what: str, unit: str) -> Iterator[OnProgress]:
     """Yield a function that takes (done, total). Without a terminal, a line is printed now and then instead."""
-    clear()
-    console = screen(stderr=True)
+    clear_status_line()
+    console = create_console(stderr=True)
     if not console.is_terminal:
-        yield _lines(console, what, unit)
+        yield _build_line_printer(console, what, unit)
         return
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -68,7 +68,7 @@ def progress(what: str, unit: str) -> Iterator[OnProgress]:
         yield lambda done, of: bar.update(job, completed=done, total=of or None)
 
 
-def _lines(console: Console, what: str, unit: str) -> OnProgress:
+def _build_line_printer(console: Console, what: str, unit: str) -> OnProgress:
     began = last = time.monotonic()
 
     def tell(done: int, of: int) -> None:

@@ -23,7 +23,7 @@ _NOT_THEIRS = (HALFSTEP, TORCH, NO_FILE)
 _PYTHONS = sysconfig.get_path("stdlib") + os.sep
 
 
-def running_line(innermost: FrameType | None = None) -> str | None:
+def find_running_line(innermost: FrameType | None = None) -> str | None:
     """Return `file:line` of the running user code; None if there is none, as in backward.
 
     `innermost` is the frame of another thread, where the caller's is not meant.
@@ -34,23 +34,23 @@ def running_line(innermost: FrameType | None = None) -> str | None:
         file = frame.f_code.co_filename
         if file.startswith(ASKS):
             return None
-        if is_theirs(file):
-            return f"{shown(file)}:{frame.f_lineno}"
+        if is_user_or_package(file):
+            return f"{shorten_path(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return None
 
 
-def is_theirs(file: str) -> bool:
+def is_user_or_package(file: str) -> bool:
     """Return whether a file is the user's or an installed package's; timm's models count as what the user runs."""
     return not file.startswith(_NOT_THEIRS) and (file.startswith(_PACKAGES) or not file.startswith(_PYTHONS))
 
 
 def is_user_file(file: str) -> bool:
     """Return whether a file is the user's own to change, and not of an installed package."""
-    return is_theirs(file) and not file.startswith(_PACKAGES)
+    return is_user_or_package(file) and not file.startswith(_PACKAGES)
 
 
-def shown(file: str) -> str:
+def shorten_path(file: str) -> str:
     """Return a file's path relative to the working directory or to the package folder that it is in."""
     for folder in (*_PACKAGES, os.getcwd() + os.sep):
         if file.startswith(folder):
@@ -76,12 +76,12 @@ MEASURING = (TORCH, *(str(Path(HALFSTEP) / floor) for floor in ("measure", "obse
 Line = traceback.FrameSummary
 
 
-def lines_outside(error: BaseException, *folders: str) -> list[Line]:
+def list_lines_outside(error: BaseException, *folders: str) -> list[Line]:
     """Return the lines of a traceback that are outside of `folders`, the innermost last."""
     return [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(folders)]
 
 
-def line_running_outside(*folders: str) -> Line | None:
+def find_running_line_outside(*folders: str) -> Line | None:
     """Return the innermost line that is running outside of `folders`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -92,11 +92,11 @@ def line_running_outside(*folders: str) -> Line | None:
     return None
 
 
-def place(line: Line) -> str:
+def format_line_place(line: Line) -> str:
     """Return a line as `file:line`."""
     return f"{line.filename}:{line.lineno}"
 
 
-def place_and_text(line: Line) -> str:
+def format_line_with_text(line: Line) -> str:
     """Return a line as `file:line: text`, with the text where it can be read."""
-    return f"{place(line)}: `{line.line}`" if line.line else place(line)
+    return f"{format_line_place(line)}: `{line.line}`" if line.line else format_line_place(line)

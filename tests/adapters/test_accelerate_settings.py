@@ -22,7 +22,7 @@ from accelerate.utils import (  # noqa: E402
 )
 
 import halfstep  # noqa: E402
-from halfstep.adapters.accelerate import precision_of, refuse_other_engines, scale_of  # noqa: E402
+from halfstep.adapters.accelerate import build_accelerate_scale, read_accelerate_precision, refuse_other_engines  # noqa: E402
 from halfstep.errors import WrongUse  # noqa: E402
 from halfstep.step.loss import DynamicScale, StaticScale  # noqa: E402
 from tests.support.foreign_loops import same  # noqa: E402
@@ -183,15 +183,15 @@ def fake(**settings: Any) -> Any:
 
 @pytest.mark.parametrize(("given", "expected"), [("no", "fp32"), ("fp16", "fp16"), ("bf16", "bf16")])
 def test_each_precision_of_accelerate_has_one_of_ours(given: str, expected: str) -> None:
-    assert precision_of(fake(mixed_precision=given)) == expected
-    assert precision_of(fake(mixed_precision=PrecisionType(given))) == expected
+    assert read_accelerate_precision(fake(mixed_precision=given)) == expected
+    assert read_accelerate_precision(fake(mixed_precision=PrecisionType(given))) == expected
 
 
 @pytest.mark.wording
 @pytest.mark.parametrize("given", ["fp8", "fp4", PrecisionType.FP8])
 def test_a_precision_without_one_of_ours_is_refused_by_name(given: Any) -> None:
     with pytest.raises(WrongUse, match="mixed_precision=fp") as refused:
-        precision_of(fake(mixed_precision=given))
+        read_accelerate_precision(fake(mixed_precision=given))
     assert refused.value.allowed == "no, fp16, bf16"
 
 
@@ -210,7 +210,7 @@ def test_the_loss_scale_is_the_accelerators_own() -> None:
     given = active.prepare(*parts())
     stepper = halfstep.from_accelerate(active, *given)
     assert stepper.scale_in_use == 0.5
-    found = scale_of(active)
+    found = build_accelerate_scale(active)
     assert isinstance(found, DynamicScale)
     assert (found.value, found.growth_factor, found.backoff_factor, found.growth_interval) == (0.5, 4.0, 0.25, 7)
     assert halfstep.from_accelerate(active, *given, loss_scale=StaticScale(8.0)).scale_in_use == 8.0
@@ -220,7 +220,7 @@ def test_the_loss_scale_is_the_accelerators_own() -> None:
 @pytest.mark.wording
 def test_a_loss_scale_that_is_off_is_refused_by_name() -> None:
     with pytest.raises(WrongUse, match=r"GradScalerKwargs\(enabled=False\)"):
-        scale_of(fake(mixed_precision="fp16", scaler_handler=GradScalerKwargs(enabled=False)))
+        build_accelerate_scale(fake(mixed_precision="fp16", scaler_handler=GradScalerKwargs(enabled=False)))
 
 
 @pytest.mark.wording

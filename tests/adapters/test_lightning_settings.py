@@ -116,7 +116,7 @@ def test_the_algorithms_differ_here() -> None:
     ],
 )
 def test_settings_are_translated_by_lightnings_own_type(limit: Any, algorithm: Any, expected: Clipping) -> None:
-    assert adapter.clipping_of(limit, algorithm) == expected
+    assert adapter.convert_clipping(limit, algorithm) == expected
 
 
 @pytest.mark.wording

@@ -93,7 +93,7 @@ LOOPS = {"lightning": with_lightning, "transformers": with_transformers, "accele
 
 @pytest.fixture(autouse=True)
 def _core_i7(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(select, "describe", lambda _: named("Core i7"))
+    monkeypatch.setattr(select, "describe_device", lambda _: named("Core i7"))
     yield
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 

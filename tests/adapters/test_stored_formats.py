@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from halfstep.adapters.transformers import HalfstepMixin
 from halfstep.errors import HalfstepError, PrecisionNotObserved
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.stepper import Stepper
 from halfstep.step.stored_formats import BASE, HEAD, TABLES, TRAINED, WIDENED
 from halfstep.tasks.models.text.model import LanguageModel
 from halfstep.tasks.text import Text
-from halfstep.train.setup import prepare
+from halfstep.train.setup import build_training_parts
 from tests.tasks.made import made
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -109,7 +109,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_stepper(model: Any, precision: str, _: Path) -> list[str]:
-    stepper = Stepper(model, optimizer_of(model), precision=precision_named(precision))
+    stepper = Stepper(model, optimizer_of(model), precision=resolve_precision_name(precision))
     assert stepper.step(next_token, ROWS).applied
     return [finding.id for finding in stepper.findings]
 
@@ -143,7 +143,7 @@ def by_run(model: Any, precision: str, _: Path) -> list[str]:
     own._vocabulary, own._end = 60, 0
     strict = own.recipe.train.model_copy(update={"strict": True, "check": False})
     recipe = own.recipe.model_copy(update={"train": strict})
-    parts = prepare(own, recipe, torch.device("cpu"), total=1, per_epoch=1)
+    parts = build_training_parts(own, recipe, torch.device("cpu"), total=1, per_epoch=1)
     tokens = own.collate("train", [own.transform("train", {"tokens": row}) for row in ROWS])
     assert parts.stepper.step(own.loss, tokens).finite is not None
     return [finding.id for finding in parts.stepper.findings]
@@ -209,7 +209,7 @@ def test_healthy_models_have_no_finding(name: str, tmp_path: Path) -> None:
 def test_a_frozen_encoder_next_to_a_trained_head_is_healthy() -> None:
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "head": nn.Linear(8, 2)})
     model["encoder"].half().requires_grad_(False)
-    stepper = Stepper(model, optimizer_of(model), precision=precision_named("bf16"))
+    stepper = Stepper(model, optimizer_of(model), precision=resolve_precision_name("bf16"))
     stepper.step(lambda m, x: m["head"](m["encoder"](x)).float().square().mean(), torch.randn(4, 8))
     assert not [one for one in stepper.findings if one.id.startswith("stored.")]
 

@@ -16,10 +16,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from faults.crash_story import commit_together
-from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit, retain
-from halfstep.checkpoint.paths import DRAFT, CheckpointDir, Disk, generations, leftovers, sweep
-from halfstep.checkpoint.reading import newest_intact, read_state, verified
-from halfstep.checkpoint.sealed import FORMAT, MANIFEST, MOST_TENSORS, read_manifest, state_of, tensors_of, with_seal
+from halfstep.checkpoint.commit import NotCommitted, RankSnapshot, commit_checkpoint, remove_old_generations
+from halfstep.checkpoint.paths import DRAFT, CheckpointDir, Disk, list_drafts, list_generations, remove_unfinished_saves
+from halfstep.checkpoint.reading import find_newest_intact, read_rank_state, verify_checkpoint
+from halfstep.checkpoint.sealed import (
+    FORMAT,
+    MANIFEST,
+    MOST_TENSORS,
+    add_seal,
+    name_state_file,
+    name_tensors_file,
+    read_manifest,
+)
 from halfstep.distributed import RankGroup
 from halfstep.files import LARGEST_JSON
 
@@ -45,7 +53,7 @@ def snapshot(attempt: int = 3, **more: Any) -> RankSnapshot:
 
 
 def save(folder: Path, given: RankSnapshot, *, keep: int = 2, disk: Disk | None = None) -> CheckpointDir:
-    return commit(folder, given, keep=keep, disk=disk or Disk(), party=RankGroup())
+    return commit_checkpoint(folder, given, keep=keep, disk=disk or Disk(), party=RankGroup())
 
 
 def names(folder: Path) -> list[str]:
@@ -80,7 +88,7 @@ ODD = {
 
 def test_tensors_of_every_kind_are_as_the_usual_reader_expects_them(tmp_path: Path) -> None:
     found = save(tmp_path / "c", snapshot(tensors=ODD))
-    file = found.path / tensors_of(0)
+    file = found.path / name_tensors_file(0)
     loaded = load_file(file)
     assert loaded.keys() == ODD.keys()
     assert [name for name in ODD if not same(loaded[name], ODD[name])] == []
@@ -93,17 +101,17 @@ def test_tensors_of_every_kind_are_as_the_usual_reader_expects_them(tmp_path: Pa
 def test_no_tensors_and_an_empty_state_are_a_checkpoint_too(tmp_path: Path) -> None:
     found = save(tmp_path / "c", RankSnapshot(0, {}, {}))
     assert found.name == "step-00000000.0001"
-    assert verified(found).problem is None
-    assert read_state(found, 0) == ({}, {})
+    assert verify_checkpoint(found).problem is None
+    assert read_rank_state(found, 0) == ({}, {})
 
 
 def test_a_commit_is_the_three_files_and_their_manifest(tmp_path: Path) -> None:
     found = save(tmp_path / "c", snapshot(environment={"torch": "x"}))
-    assert names(found.path) == [MANIFEST, state_of(0), tensors_of(0)]
+    assert names(found.path) == [MANIFEST, name_state_file(0), name_tensors_file(0)]
     manifest = read_manifest(found)
     assert (manifest.attempt, manifest.world_size, manifest.environment) == (3, 1, {"torch": "x"})
     assert {one.name: one.size for one in manifest.files} == {
-        name: (found.path / name).stat().st_size for name in (state_of(0), tensors_of(0))
+        name: (found.path / name).stat().st_size for name in (name_state_file(0), name_tensors_file(0))
     }
 
 
@@ -139,12 +147,12 @@ def test_buffers_may_be_infinite_and_not_nan(tmp_path: Path) -> None:
         save(tmp_path, snapshot(6, tensors={"mask": mask * 0}, not_nan=["mask"]))
     empty = {"w": torch.empty(0), "flags": torch.tensor([True])}
     save(tmp_path, snapshot(9, tensors=empty, finite=list(empty), not_nan=list(empty)))
-    assert [one.attempt for one in generations(tmp_path)] == [9, 3]
+    assert [one.attempt for one in list_generations(tmp_path)] == [9, 3]
 
 
 def test_other_tensors_may_hold_anything(tmp_path: Path) -> None:
     found = save(tmp_path, snapshot(tensors={"metric": torch.tensor([math.nan])}))
-    assert read_state(found, 0)[1]["metric"].isnan().all()
+    assert read_rank_state(found, 0)[1]["metric"].isnan().all()
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -175,21 +183,21 @@ def test_a_name_that_could_not_be_flushed_is_no_acknowledged_save_and_no_loss_ei
     save(tmp_path, snapshot(3))
     with pytest.raises(NotCommitted):
         save(tmp_path, snapshot(6), disk=Failing("flush_folder", 2))
-    assert leftovers(tmp_path) == []
-    verdict, damaged = newest_intact(tmp_path)
+    assert list_drafts(tmp_path) == []
+    verdict, damaged = find_newest_intact(tmp_path)
     assert (verdict is not None, damaged) == (True, [])
-    assert 3 in [one.attempt for one in generations(tmp_path)]
+    assert 3 in [one.attempt for one in list_generations(tmp_path)]
 
 
 def test_old_ones_that_cannot_be_removed_do_not_undo_a_commit(tmp_path: Path) -> None:
     for attempt in (3, 6):
         save(tmp_path, snapshot(attempt))
     assert save(tmp_path, snapshot(9), disk=Failing("rename", 2)).attempt == 9
-    assert [one.attempt for one in generations(tmp_path)] == [9, 6, 3]
+    assert [one.attempt for one in list_generations(tmp_path)] == [9, 6, 3]
     save(tmp_path, snapshot(12), disk=Failing("remove", 1))
-    assert [one.attempt for one in generations(tmp_path)] == [12, 9]
-    assert len(leftovers(tmp_path)) == 1, "one was held up, and the next was removed"
-    sweep(tmp_path, Disk())
+    assert [one.attempt for one in list_generations(tmp_path)] == [12, 9]
+    assert len(list_drafts(tmp_path)) == 1, "one was held up, and the next was removed"
+    remove_unfinished_saves(tmp_path, Disk())
     assert names(tmp_path) == ["step-00000009.0003", "step-00000012.0004"]
 
 
@@ -205,7 +213,7 @@ def test_every_process_writes_its_own_and_knows_the_same_checkpoint(tmp_path: Pa
     found = together(tmp_path, *parts)
     assert found == [CheckpointDir(tmp_path / "step-00000003.0001", 3, 1)] * 3
     assert read_manifest(found[0]).world_size == 3
-    assert [int(read_state(found[0], rank)[1]["own"]) for rank in range(3)] == [0, 1, 2]
+    assert [int(read_rank_state(found[0], rank)[1]["own"]) for rank in range(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "flush"])
@@ -240,15 +248,15 @@ def test_processes_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None
 def test_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
     for attempt in (3, 6, 9, 12, 6):
         save(tmp_path, snapshot(attempt), keep=keep)
-    assert [one.attempt for one in generations(tmp_path)] == [6, 12, 9][:keep]
-    assert leftovers(tmp_path) == []
+    assert [one.attempt for one in list_generations(tmp_path)] == [6, 12, 9][:keep]
+    assert list_drafts(tmp_path) == []
 
 
 def test_a_step_that_is_saved_again_has_a_folder_of_its_own(tmp_path: Path) -> None:
     first, second = save(tmp_path, snapshot(3)), save(tmp_path, RankSnapshot(3, {"again": True}, {}))
     assert first.path != second.path
-    assert verified(first).problem is None
-    verdict, _ = newest_intact(tmp_path)
+    assert verify_checkpoint(first).problem is None
+    verdict, _ = find_newest_intact(tmp_path)
     assert verdict is not None
     assert verdict.generation == second
 
@@ -281,8 +289,8 @@ def test_old_ones_that_cannot_be_listed_are_no_failure_of_the_save(
     save(tmp_path, snapshot(3))
     found = save(tmp_path, snapshot(6), keep=1, disk=Unlisted())
     monkeypatch.undo()
-    assert verified(found).problem is None
-    assert [one.attempt for one in generations(tmp_path)] == [6, 3]
+    assert verify_checkpoint(found).problem is None
+    assert [one.attempt for one in list_generations(tmp_path)] == [6, 3]
 
 
 @pytest.mark.full
@@ -290,7 +298,7 @@ def test_as_many_tensors_as_can_be_read_are_written_and_not_one_more(tmp_path: P
     one = torch.zeros(0)
     most = {str(n): one for n in range(MOST_TENSORS - 1)}
     found = save(tmp_path, snapshot(3, tensors=most))
-    assert read_state(found, 0)[1].keys() == most.keys()
+    assert read_rank_state(found, 0)[1].keys() == most.keys()
     with pytest.raises(NotCommitted, match=r"100,000 tensors of one process: .* at most 99,999"):
         save(tmp_path, snapshot(6, tensors={**most, "more": one}))
     assert names(tmp_path) == [found.name]
@@ -299,7 +307,7 @@ def test_as_many_tensors_as_can_be_read_are_written_and_not_one_more(tmp_path: P
 def test_as_much_state_as_can_be_read_is_written_and_not_one_byte_more(tmp_path: Path) -> None:
     most = "x" * (LARGEST_JSON - 2)
     found = save(tmp_path, RankSnapshot(3, most, {}))
-    assert read_state(found, 0) == (most, {})
+    assert read_rank_state(found, 0) == (most, {})
     with pytest.raises(NotCommitted, match="16,777,217 bytes of state without tensors"):
         save(tmp_path, RankSnapshot(6, most + "x", {}))
     with pytest.raises(NotCommitted, match="bytes for the table of tensors"):
@@ -310,7 +318,7 @@ def test_as_much_state_as_can_be_read_is_written_and_not_one_byte_more(tmp_path:
 
 
 def damage(generation: CheckpointDir, kind: str) -> None:
-    file = generation.path / (MANIFEST if kind == "manifest" else tensors_of(0))
+    file = generation.path / (MANIFEST if kind == "manifest" else name_tensors_file(0))
     if kind == "missing":
         file.unlink()
     else:
@@ -321,16 +329,16 @@ def damage(generation: CheckpointDir, kind: str) -> None:
 def test_damaged_ones_are_not_counted_among_those_that_are_kept(kind: str, tmp_path: Path) -> None:
     for attempt in (3, 6, 9, 12):
         save(tmp_path, snapshot(attempt), keep=9)
-    for one in generations(tmp_path)[:2]:
+    for one in list_generations(tmp_path)[:2]:
         damage(one, kind)
-    retain(tmp_path, 2, Disk())
-    assert [one.attempt for one in generations(tmp_path)] == [12, 9, 6, 3]
-    retain(tmp_path, 1, Disk())
-    assert [one.attempt for one in generations(tmp_path)] == [12, 9, 6]
+    remove_old_generations(tmp_path, 2, Disk())
+    assert [one.attempt for one in list_generations(tmp_path)] == [12, 9, 6, 3]
+    remove_old_generations(tmp_path, 1, Disk())
+    assert [one.attempt for one in list_generations(tmp_path)] == [12, 9, 6]
     save(tmp_path, snapshot(15), keep=2)
-    assert [one.attempt for one in generations(tmp_path)] == [15, 12, 9, 6]
+    assert [one.attempt for one in list_generations(tmp_path)] == [15, 12, 9, 6]
     save(tmp_path, snapshot(18), keep=2)
-    assert [one.attempt for one in generations(tmp_path)] == [18, 15]
+    assert [one.attempt for one in list_generations(tmp_path)] == [18, 15]
 
 
 class Overlay(Disk):
@@ -345,8 +353,8 @@ class Overlay(Disk):
 def test_old_ones_in_the_lower_layer_of_an_overlay_are_removed(tmp_path: Path) -> None:
     for attempt in (3, 6, 9, 12):
         save(tmp_path, snapshot(attempt), keep=2, disk=Overlay())
-    assert names(tmp_path) == [one.name for one in reversed(generations(tmp_path))]
-    assert [one.attempt for one in generations(tmp_path)] == [12, 9]
+    assert names(tmp_path) == [one.name for one in reversed(list_generations(tmp_path))]
+    assert [one.attempt for one in list_generations(tmp_path)] == [12, 9]
 
 
 def test_one_that_is_half_removed_from_an_overlay_is_no_checkpoint_and_goes_later(tmp_path: Path) -> None:
@@ -355,21 +363,21 @@ def test_one_that_is_half_removed_from_an_overlay_is_no_checkpoint_and_goes_late
     crashing = Overlay()
     crashing.remove_folder = Failing("remove_folder").remove_folder  # type: ignore[method-assign]
     save(tmp_path, snapshot(9), disk=crashing)
-    assert verified(generations(tmp_path)[2]).problem
+    assert verify_checkpoint(list_generations(tmp_path)[2]).problem
     save(tmp_path, snapshot(12), disk=Overlay())
-    assert [one.attempt for one in generations(tmp_path)] == [12, 9]
+    assert [one.attempt for one in list_generations(tmp_path)] == [12, 9]
 
 
 @pytest.mark.parametrize("form", [FORMAT - 1, FORMAT + 1])
 def test_one_of_another_version_is_not_removed_as_damaged(form: int, tmp_path: Path) -> None:
     for attempt in (3, 6, 9):
         save(tmp_path, snapshot(attempt), keep=9)
-    newest = generations(tmp_path)[0].path / MANIFEST
+    newest = list_generations(tmp_path)[0].path / MANIFEST
     content = json.loads(newest.read_text())
     del content["seal"]
-    newest.write_bytes(with_seal({**content, "format": form}))
-    retain(tmp_path, 2, Disk())
-    assert [one.attempt for one in generations(tmp_path)] == [9, 6]
+    newest.write_bytes(add_seal({**content, "format": form}))
+    remove_old_generations(tmp_path, 2, Disk())
+    assert [one.attempt for one in list_generations(tmp_path)] == [9, 6]
 
 
 def test_sweeping_removes_drafts_and_nothing_else(tmp_path: Path) -> None:
@@ -383,7 +391,7 @@ def test_sweeping_removes_drafts_and_nothing_else(tmp_path: Path) -> None:
     outside.mkdir()
     (outside / "precious").touch()
     (tmp_path / "step-00000006.0008.tmp").symlink_to(outside)
-    sweep(tmp_path, Disk())
+    remove_unfinished_saves(tmp_path, Disk())
     left = ["step-00000003.0001", "step-00000006.0002.tmp", "step-00000006.0007.bad", "step-00000006.0008.tmp"]
     assert names(tmp_path) == left, "what cannot be removed stays, and holds nothing up"
     assert (outside / "precious").exists()
@@ -392,4 +400,4 @@ def test_sweeping_removes_drafts_and_nothing_else(tmp_path: Path) -> None:
 def test_plain_state_is_written_as_json(tmp_path: Path) -> None:
     plain = {"a": [1, 2.5, None, "ü"], "b": {"c": True}}
     found = save(tmp_path, RankSnapshot(3, plain, {}))
-    assert json.loads((found.path / state_of(0)).read_bytes()) == plain
+    assert json.loads((found.path / name_state_file(0)).read_bytes()) == plain

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint.commit import RankSnapshot, Saver
-from halfstep.checkpoint.paths import Disk, generations, leftovers
-from halfstep.checkpoint.reading import read_state, verified
+from halfstep.checkpoint.commit import CheckpointSaver, RankSnapshot
+from halfstep.checkpoint.paths import Disk, list_drafts, list_generations
+from halfstep.checkpoint.reading import read_rank_state, verify_checkpoint
 from halfstep.distributed import RankGroup
 
 
@@ -42,10 +42,12 @@ class Broken(Disk):
 
 @pytest.fixture
 def savers(tmp_path: Path) -> Iterator[Any]:
-    made: list[Saver] = []
+    made: list[CheckpointSaver] = []
 
-    def make(disk: Disk | None = None, background: bool = True) -> Saver:
-        made.append(Saver(tmp_path / "checkpoints", keep=2, party=RankGroup(), background=background, disk=disk))
+    def make(disk: Disk | None = None, background: bool = True) -> CheckpointSaver:
+        made.append(
+            CheckpointSaver(tmp_path / "checkpoints", keep=2, party=RankGroup(), background=background, disk=disk)
+        )
         return made[-1]
 
     yield make
@@ -59,9 +61,9 @@ def snapshot(attempt: int, **tensors: Tensor) -> RankSnapshot:
 
 def saved(tmp_path: Path) -> dict[str, Tensor]:
     """The tensors of the newest checkpoint, which must be whole."""
-    newest = generations(tmp_path / "checkpoints")[0]
-    assert verified(newest).problem is None
-    return read_state(newest, 0)[1]
+    newest = list_generations(tmp_path / "checkpoints")[0]
+    assert verify_checkpoint(newest).problem is None
+    return read_rank_state(newest, 0)[1]
 
 
 def test_what_the_training_changes_right_after_is_not_in_the_save(savers: Any, tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_one_save_is_under_way_at_a_time(savers: Any, tmp_path: Path) -> None:
     saver.save(snapshot(2, weight=torch.ones(3)))
     assert time.perf_counter() - began > 0.1, "the second one did not wait for the first"
     assert [one.attempt for one in saver.finish()] == [1, 2]
-    assert [one.attempt for one in generations(tmp_path / "checkpoints")] == [2, 1]
+    assert [one.attempt for one in list_generations(tmp_path / "checkpoints")] == [2, 1]
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -139,7 +141,7 @@ def test_a_failure_is_told_once_and_the_next_save_is_none(
     assert (told.generation, told.attempt) == (None, 1)
     assert ("No space left" if isinstance(error, OSError) else type(error).__name__) in str(told.failure)
     assert saver.results() == [] == saver.finish()
-    assert generations(tmp_path / "checkpoints") == [] == leftovers(tmp_path / "checkpoints")
+    assert list_generations(tmp_path / "checkpoints") == [] == list_drafts(tmp_path / "checkpoints")
     disk.error = None
     saver.save(snapshot(2, weight=torch.ones(3)))
     assert [(one.attempt, one.failure) for one in saver.finish()] == [(2, None)]
@@ -152,7 +154,7 @@ def test_a_failure_of_the_protocol_itself_is_told_too(tmp_path: Path) -> None:
         def decide(self, text: str, conclude: Any) -> str:
             raise RuntimeError("Connection closed by peer")
 
-    saver = Saver(tmp_path / "checkpoints", keep=2, party=Broken())
+    saver = CheckpointSaver(tmp_path / "checkpoints", keep=2, party=Broken())
     saver.save(snapshot(1, weight=torch.ones(3)))
     assert [str(one.failure) for one in saver.finish()] == ["RuntimeError: Connection closed by peer"]
     assert saver.results() == []
@@ -179,7 +181,7 @@ def test_a_state_that_cannot_be_copied_is_a_save_that_failed(savers: Any, tmp_pa
     saver.save(snapshot(1, good=torch.ones(3), weight=torch.ones(3).as_subclass(NoMemory)))
     (told,) = saver.finish()
     assert str(told.failure) == "no memory for a copy of the state: DefaultAllocator: can't allocate memory"
-    assert generations(tmp_path / "checkpoints") == [] == leftovers(tmp_path / "checkpoints")
+    assert list_generations(tmp_path / "checkpoints") == [] == list_drafts(tmp_path / "checkpoints")
     saver.save(snapshot(2, weight=torch.ones(3)))
     assert saver.finish()[0].failure is None
 

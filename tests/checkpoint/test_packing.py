@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from halfstep.checkpoint.packing import DEEPEST, pack, unpack
+from halfstep.checkpoint.packing import DEEPEST, pack_state, unpack_state
 from halfstep.errors import BadData, WrongUse
-from halfstep.safetensors_header import content, header
+from halfstep.safetensors_header import content, encode_header
 
 
 def through(tree: Any, folder: Path) -> Any:
     """What comes back from the disk."""
-    plain, tensors = pack(tree, "tree")
+    plain, tensors = pack_state(tree, "tree")
     file = folder / "tensors"
-    file.write_bytes(header(tensors, {}) + b"".join(bytes(content(tensor)) for tensor in tensors.values()))
-    return unpack(json.loads(json.dumps(plain, allow_nan=False)), load_file(file), "here")
+    file.write_bytes(encode_header(tensors, {}) + b"".join(bytes(content(tensor)) for tensor in tensors.values()))
+    return unpack_state(json.loads(json.dumps(plain, allow_nan=False)), load_file(file), "here")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_tensor_with_gaps_or_overlaps_comes_back_dense(tensor: Tensor, tmp_pat
 def test_what_comes_back_is_not_the_file(tmp_path: Path) -> None:
     """A checkpoint is removed while the run that came from it goes on."""
     tensors = {"t": torch.zeros(3)}
-    back = unpack({"$tensor": "t"}, tensors, "here")
+    back = unpack_state({"$tensor": "t"}, tensors, "here")
     tensors["t"] += 1
     assert back.tolist() == [0, 0, 0]
 
@@ -117,7 +117,7 @@ def test_names_that_look_alike_keep_their_own_tensors(tree: Any, tmp_path: Path)
 
 def test_tensors_are_known_by_their_place() -> None:
     tensor = torch.nn.Parameter(torch.ones(2))
-    plain, tensors = pack({"state": {0: [tensor]}}, "optimizers")
+    plain, tensors = pack_state({"state": {0: [tensor]}}, "optimizers")
     assert plain == {"state": {"$pairs": [[0, [{"$tensor": "optimizers/state/0/0"}]]]}}
     assert tensors["optimizers/state/0/0"].data_ptr() == tensor.data_ptr()
     assert not tensors["optimizers/state/0/0"].requires_grad
@@ -151,7 +151,7 @@ def _cycle() -> list[Any]:
 )
 def test_what_cannot_be_kept_is_refused_when_it_is_saved(value: Any) -> None:
     with pytest.raises(WrongUse, match="metric/deep") as caught:
-        pack({"deep": value}, "metric")
+        pack_state({"deep": value}, "metric")
     assert caught.value.do
 
 
@@ -162,7 +162,7 @@ def test_what_can_be_saved_can_be_loaded_however_deep_it_is(tmp_path: Path) -> N
         tree = {level: tree} if level % 2 else (tree,)
     assert str(through(tree, tmp_path)) == str(tree)
     with pytest.raises(WrongUse, match="levels"):
-        pack([tree], "tree")
+        pack_state([tree], "tree")
 
 
 def _nested(levels: int) -> Any:
@@ -193,7 +193,7 @@ def _nested(levels: int) -> Any:
 )
 def test_json_that_pack_does_not_write_is_refused(plain: Any) -> None:
     with pytest.raises(BadData, match="in this place"):
-        unpack(plain, {"t": torch.ones(3)}, "in this place")
+        unpack_state(plain, {"t": torch.ones(3)}, "in this place")
 
 
 def _bits(tensor: Tensor) -> bytes:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from halfstep.checkpoint.chunks import ChunkedTensor, as_json, chunked, from_json
-from halfstep.checkpoint.resharding import read_into
-from halfstep.checkpoint.sealed import tensors_of
+from halfstep.checkpoint.chunks import ChunkedTensor, convert_chunks_to_json, find_chunk_layout, parse_chunks
+from halfstep.checkpoint.resharding import load_into_tensors
+from halfstep.checkpoint.sealed import name_tensors_file
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -44,10 +44,10 @@ def placed(ranks: list[int] | list[list[int]]) -> dict[str, Any]:
 
 def saved(rank: int, folder: str, ranks: Any) -> str:
     tensors = placed(ranks)
-    table = {name: chunked(name, tensor) for name, tensor in tensors.items()}
+    table = {name: find_chunk_layout(name, tensor) for name, tensor in tensors.items()}
     mine = {name for name, one in table.items() if one.is_held_by(rank)}
-    save_file({name: tensors[name].to_local().contiguous() for name in mine}, Path(folder) / tensors_of(rank))
-    return json.dumps(as_json(table))
+    save_file({name: tensors[name].to_local().contiguous() for name in mine}, Path(folder) / name_tensors_file(rank))
+    return json.dumps(convert_chunks_to_json(table))
 
 
 def loaded(rank: int, folder: str, table: str, ranks: Any) -> int:
@@ -58,7 +58,7 @@ def loaded(rank: int, folder: str, table: str, ranks: Any) -> int:
     local = {name: torch.full_like(tensor.to_local(), 7.0) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         tensor.to_local().copy_(local[name])
-    opened = read_into(Path(folder), from_json(json.loads(table), 4), tensors) if mine else 0
+    opened = load_into_tensors(Path(folder), parse_chunks(json.loads(table), 4), tensors) if mine else 0
     for name, tensor in tensors.items() if mine else ():
         assert torch.equal(tensor.full_tensor(), whole(name)), name
     return opened
@@ -67,26 +67,26 @@ def loaded(rank: int, folder: str, table: str, ranks: Any) -> int:
 @pytest.mark.parametrize("wrote", [[0, 1, 2, 3], [0, 1], [[0, 1], [2, 3]]], ids=str)
 def test_what_some_ranks_wrote_others_read(four: Ranks, tmp_path: Path, wrote: Any) -> None:
     tables = four(saved, str(tmp_path), wrote)
-    table = from_json(json.loads(tables[0]), 4)
+    table = parse_chunks(json.loads(tables[0]), 4)
     # Every element is in exactly one chunk of one file.
-    held = [name for rank in range(4) for name in _names(tmp_path / tensors_of(rank))]
+    held = [name for rank in range(4) for name in _names(tmp_path / name_tensors_file(rank))]
     assert len(held) == sum(len(list(one.chunks())) for one in table.values())
     assert set(held) == set(SHAPES)
     for reads in ([0, 1, 2, 3], [0, 1], [0, 1, 2], [[0, 1], [2, 3]]):
         opened = four(loaded, str(tmp_path), tables[0], reads)
         assert max(opened) <= 4
     alone = {name: torch.full_like(whole(name), 7.0) for name in SHAPES}
-    read_into(tmp_path, table, alone)
+    load_into_tensors(tmp_path, table, alone)
     assert all(torch.equal(alone[name], whole(name)) for name in SHAPES)
 
 
 def test_a_rank_opens_only_the_files_it_needs(four: Ranks, tmp_path: Path) -> None:
     tables = four(saved, str(tmp_path), [0, 1, 2, 3])
-    table = {"even": from_json(json.loads(tables[0]), 4)["even"]}
-    (tmp_path / tensors_of(3)).unlink()
+    table = {"even": parse_chunks(json.loads(tables[0]), 4)["even"]}
+    (tmp_path / name_tensors_file(3)).unlink()
     first = {"even": torch.zeros(8, 3)}
     with pytest.raises(FileNotFoundError):
-        read_into(tmp_path, table, first)
+        load_into_tensors(tmp_path, table, first)
     opened = four(_first_quarter, str(tmp_path), tables[0])
     assert opened == [1, 1, 1, None]
 
@@ -99,10 +99,10 @@ def _names(path: Path) -> list[str]:
 
 
 def _first_quarter(rank: int, folder: str, table: str) -> int | None:
-    even = {"even": from_json(json.loads(table), 4)["even"]}
+    even = {"even": parse_chunks(json.loads(table), 4)["even"]}
     tensor = placed([0, 1, 2, 3])["even"]
     try:
-        return read_into(Path(folder), even, {"even": tensor})
+        return load_into_tensors(Path(folder), even, {"even": tensor})
     except FileNotFoundError:
         return None
 
@@ -113,7 +113,7 @@ def _replicas_of(tables: dict[str, ChunkedTensor]) -> set[tuple[int, ...]]:
 
 def test_replicas_share_the_writing(four: Ranks, tmp_path: Path) -> None:
     tables = four(saved, str(tmp_path), [[0, 1], [2, 3]])
-    assert _replicas_of(from_json(json.loads(tables[0]), 4)) == {(0, 1), (2, 3)}
+    assert _replicas_of(parse_chunks(json.loads(tables[0]), 4)) == {(0, 1), (2, 3)}
     assert len(set(tables)) == 1
 
 
@@ -137,13 +137,13 @@ GOOD = {"layouts": [[0, 1]], "tensors": {"w": [[4, 2], "F32", 0, 2, 0]}}
     ids=str,
 )
 def test_a_table_that_was_not_written_is_refused(broken: Any) -> None:
-    assert from_json(GOOD, 2)["w"].ranks == (0, 1)
+    assert parse_chunks(GOOD, 2)["w"].ranks == (0, 1)
     with pytest.raises(ValueError):
-        from_json(broken, 2)
+        parse_chunks(broken, 2)
 
 
 def test_the_table_is_small_for_many_ranks() -> None:
     ranks = tuple(range(1024))
     tensors = {f"layers.{n}.weight": ChunkedTensor((8192, 8192), torch.float32, 0, 8, ranks) for n in range(1000)}
-    assert len(json.dumps(as_json(tensors))) < 100_000
-    assert from_json(as_json(tensors), 1024) == tensors
+    assert len(json.dumps(convert_chunks_to_json(tensors))) < 100_000
+    assert parse_chunks(convert_chunks_to_json(tensors), 1024) == tensors

@@ -11,7 +11,7 @@ import pytest
 
 from halfstep.checkpoint import sealed
 from halfstep.checkpoint.paths import Disk
-from halfstep.checkpoint.sealed import Sealed, find_file_defect, read_bounded, write_sealed
+from halfstep.checkpoint.sealed import SealedFile, find_file_defect, read_bounded, write_sealed
 from halfstep.errors import Unsafe
 
 
@@ -42,7 +42,7 @@ class Counting(Disk):
 def test_pieces_become_one_file(pieces: list[bytes], tmp_path: Path) -> None:
     disk, whole = Counting(), b"".join(pieces)
     found = write_sealed(disk, tmp_path / "rank-00000.json", pieces)
-    assert found == Sealed("rank-00000.json", len(whole), hashlib.sha256(whole).hexdigest())
+    assert found == SealedFile("rank-00000.json", len(whole), hashlib.sha256(whole).hexdigest())
     assert (tmp_path / "rank-00000.json").read_bytes() == whole
     assert find_file_defect(tmp_path, found) is None
     assert (disk.open, disk.flushed) == (0, 1)

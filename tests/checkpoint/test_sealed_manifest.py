@@ -8,26 +8,29 @@ from typing import Any
 
 import pytest
 
-from halfstep.checkpoint.paths import CheckpointDir, named
+from halfstep.checkpoint.paths import CheckpointDir, name_generation
 from halfstep.checkpoint.sealed import (
     FORMAT,
     MANIFEST,
     Manifest,
-    Sealed,
+    SealedFile,
+    add_seal,
+    name_state_file,
+    name_tensors_file,
     read_manifest,
-    state_of,
-    tensors_of,
-    with_seal,
 )
 from halfstep.errors import OtherForm, Unsafe
 
-FILES = tuple(Sealed(name, size, f"{size:x}" * 64) for size, name in enumerate([tensors_of(0), state_of(0)], start=5))
+FILES = tuple(
+    SealedFile(name, size, f"{size:x}" * 64)
+    for size, name in enumerate([name_tensors_file(0), name_state_file(0)], start=5)
+)
 WHOLE = Manifest(120, 1, FILES, {"torch": "2.10.0", "threads": 4})
 
 
 @pytest.fixture
 def generation(tmp_path: Path) -> CheckpointDir:
-    found = named(tmp_path, 120, 7)
+    found = name_generation(tmp_path, 120, 7)
     found.path.mkdir()
     return found
 
@@ -41,7 +44,7 @@ def changed(**more: Any) -> bytes:
     """Another content under a seal that fits it."""
     content = {**json.loads(WHOLE.text()), **more}
     del content["seal"]
-    return with_seal({key: value for key, value in content.items() if value is not None})
+    return add_seal({key: value for key, value in content.items() if value is not None})
 
 
 def test_it_comes_back_as_it_was(generation: CheckpointDir) -> None:
@@ -82,7 +85,7 @@ def test_another_form_is_said_to_be_one(form: int, whose: str, generation: Check
 
 @pytest.mark.parametrize("name", ["../rank-00000.json", "/etc/passwd", "rank-00000.json/..", "rank-0.json", "a", ""])
 def test_names_that_are_paths_are_refused(name: str, generation: CheckpointDir) -> None:
-    files = {tensors_of(0): [1, "a" * 64], name: [1, "b" * 64]}
+    files = {name_tensors_file(0): [1, "a" * 64], name: [1, "b" * 64]}
     with pytest.raises(ValueError, match="is not a checkpoint file"):
         read(generation, changed(files=files))
 
@@ -103,11 +106,11 @@ def test_names_that_are_paths_are_refused(name: str, generation: CheckpointDir) 
         {"format": "1"},
         {"files": []},
         {"files": {}},
-        {"files": {tensors_of(0): [1]}},
-        {"files": {tensors_of(0): None, state_of(0): None}},
-        {"files": {tensors_of(0): [1, "a" * 64], state_of(0): [-1, "a" * 64]}},
-        {"files": {tensors_of(0): [1, "a" * 64], state_of(0): [1, "A" * 64]}},
-        {"files": {tensors_of(0): [1, "a" * 64], state_of(0): [1, 5]}},
+        {"files": {name_tensors_file(0): [1]}},
+        {"files": {name_tensors_file(0): None, name_state_file(0): None}},
+        {"files": {name_tensors_file(0): [1, "a" * 64], name_state_file(0): [-1, "a" * 64]}},
+        {"files": {name_tensors_file(0): [1, "a" * 64], name_state_file(0): [1, "A" * 64]}},
+        {"files": {name_tensors_file(0): [1, "a" * 64], name_state_file(0): [1, 5]}},
         {"environment": "elsewhere"},
         {"chunks": {}},
         {"chunks": {"layouts": [[1]], "tensors": {}}},

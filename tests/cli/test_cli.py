@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from halfstep import __version__, cli
 from halfstep.cli import main
-from halfstep.cli._commands import GROUPS, command_names
+from halfstep.cli._commands import GROUPS, list_command_names
 from halfstep.errors import Contradiction, MissingExtra, PrecisionRefused, WrongUse
 
 FOLDER = Path(cli.__path__[0])
@@ -31,8 +31,8 @@ def call(*words: str, width: int = 80) -> Result:
 
 def test_help_lists_the_folder_in_its_groups() -> None:
     shown = call("--help").output
-    assert len(command_names()) >= 1
-    for name in command_names():
+    assert len(list_command_names()) >= 1
+    for name in list_command_names():
         assert name in shown
     assert "Trouble" in shown
 
@@ -81,7 +81,7 @@ def test_an_error_that_nobody_expected_ends_with_70_and_its_traceback(
 
 
 def test_every_command_has_a_known_group_and_a_docstring_of_one_line() -> None:
-    for name in command_names():
+    for name in list_command_names():
         module = __import__(f"halfstep.cli.{name}", fromlist=["run"])
         assert module.GROUP in GROUPS
         assert module.run.__doc__.strip().endswith(".")
@@ -93,7 +93,7 @@ def test_a_file_more_is_a_command_more(tmp_path: Path, monkeypatch: pytest.Monke
     )
     (tmp_path / "_part.py").write_text("raise ImportError\n")
     monkeypatch.setattr(cli, "__path__", [*cli.__path__, str(tmp_path)])
-    assert "greet" in command_names()
+    assert "greet" in list_command_names()
     assert call("greet").output == "hello\n"
     monkeypatch.delitem(sys.modules, "halfstep.cli.greet")
 
@@ -185,7 +185,7 @@ def test_the_exit_code_of_each_error(error: Exception, code: int, monkeypatch: p
     def fail(*_args: object, **_named: object) -> None:
         raise error
 
-    monkeypatch.setattr("halfstep.cli.doctor.examine", fail)
+    monkeypatch.setattr("halfstep.cli.doctor.examine_device", fail)
     assert call("doctor").exit_code == code
     assert call("--debug", "doctor").exception is error
     monkeypatch.setenv("HALFSTEP_DEBUG", "1")
@@ -196,7 +196,7 @@ def test_ctrl_c_while_a_command_loads_is_a_word_and_130(monkeypatch: pytest.Monk
     def interrupted(*_args: object, **_named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("halfstep.cli.doctor.examine", interrupted)
+    monkeypatch.setattr("halfstep.cli.doctor.examine_device", interrupted)
     done = call("doctor")
     assert (done.exit_code, done.stderr) == (130, "stopped\n")
 

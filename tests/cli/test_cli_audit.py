@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from halfstep import island
 from halfstep.cli.main import build
 from halfstep.measure.audit import audit as auditing
-from halfstep.measure.audit.page import grouped
+from halfstep.measure.audit.page import group_modules
 from halfstep.measure.audit.report import ModuleRow, RangeOfValues
 
 CASE = "tests.support.cases:linear"
@@ -119,14 +119,14 @@ def test_ctrl_c_prints_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(auditing, "judged", interrupted)
+    monkeypatch.setattr(auditing, "judge_island", interrupted)
     done = run(PLANTED, "--precision", "bf16", "--json")
     assert done.exit_code == 130
     report = json.loads(done.stdout)
     assert report["interrupted"] is True
     assert report["modules"]
     assert report["islands"] == []
-    monkeypatch.setattr(auditing, "watched_step", interrupted)
+    monkeypatch.setattr(auditing, "run_watched_step", interrupted)
     done = run(PLANTED, "--precision", "bf16")
     assert done.exit_code == 130
     assert done.stdout.startswith("interrupted")
@@ -169,7 +169,7 @@ def test_modules_that_differ_by_a_number_are_one_row() -> None:
         )  # fmt: skip
 
     rows = [row("a.0.b", 3.0), row("a.1.b", 1.0), row("a.2.b", 2.0, "fp32"), row("a.x.b", None), row("a12.b", None)]
-    found = grouped(rows)
+    found = group_modules(rows)
     assert [one.pattern for one in found] == ["a.*.b", "a.2.b", "a.x.b", "a12.b"]
     assert (found[0].headroom_bits("forward"), found[0].underflow("forward")) == (1.0, 0.3)
     assert (found[2].headroom_bits("forward"), found[2].underflow("forward")) == (None, None)

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from halfstep.cli.bench import signals_as_ctrl_c
+from halfstep.cli.bench import interrupt_on_signals
 from halfstep.cli.main import build
 from halfstep.draw.terminal import show_page
-from halfstep.measure.bench.bench import compare
+from halfstep.measure.bench.bench import run_bench_arms
 from halfstep.measure.bench.comparison import BenchMetric, RunFailed, RunResult
-from halfstep.measure.bench.page import Bench, bench_page, next_command
+from halfstep.measure.bench.page import Bench, build_bench_page, suggest_bench_command
 
 CASE = "tests.support.cases:linear"
 
@@ -145,7 +145,7 @@ def test_signals_stop_as_ctrl_c_does_and_only_meanwhile() -> None:
     names = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(which) for which in names]
     for which in names:
-        with pytest.raises(KeyboardInterrupt), signals_as_ctrl_c():
+        with pytest.raises(KeyboardInterrupt), interrupt_on_signals():
             signal.raise_signal(which)
     assert [signal.getsignal(which) for which in names] == before
 
@@ -192,7 +192,7 @@ def made(**speeds: float) -> Bench:
 
     arms = {"fp32": arm(100.0), **{name: arm(speed, "ab" * (name == "fp8")) for name, speed in speeds.items()}}
     metric = BenchMetric("top1", higher_is_better=True)
-    return compare(arms, name="some_recipe", seeds=[1, 2, 3], metric=metric, conditions={}, settings=["a.b=c d"])
+    return run_bench_arms(arms, name="some_recipe", seeds=[1, 2, 3], metric=metric, conditions={}, settings=["a.b=c d"])
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -200,7 +200,7 @@ def test_the_page_fits_and_has_the_verdict_first(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    show_page(bench_page(made(bf16=170.0, fp16=0.0), [Path("bench.md")]))
+    show_page(build_bench_page(made(bf16=170.0, fp16=0.0), [Path("bench.md")]))
     page = capsys.readouterr().out
     lines = page.splitlines()
     assert max(map(len, lines)) <= width
@@ -237,22 +237,28 @@ def test_the_verdict_on_fp8_of_a_case(tmp_path: Path) -> None:
 
 
 def test_what_to_type_next_follows_from_what_is_known() -> None:
-    assert next_command(made(bf16=50.0)) == "halfstep train some_recipe 'a.b=c d' precision=fp32"
-    assert next_command(made(bf16=100.0)).endswith("bench some_recipe 'a.b=c d' --precisions fp32,bf16 --seeds 5")
-    assert next_command(made(bf16=120.0, fp16=150.0)).endswith("precision=fp16")
-    assert os.linesep not in next_command(made(bf16=0.0))
-    assert next_command(made(bf16=100.0, fp16=0.0)).endswith("--precisions fp32,bf16 --seeds 5")
+    assert suggest_bench_command(made(bf16=50.0)) == "halfstep train some_recipe 'a.b=c d' precision=fp32"
+    assert suggest_bench_command(made(bf16=100.0)).endswith(
+        "bench some_recipe 'a.b=c d' --precisions fp32,bf16 --seeds 5"
+    )
+    assert suggest_bench_command(made(bf16=120.0, fp16=150.0)).endswith("precision=fp16")
+    assert os.linesep not in suggest_bench_command(made(bf16=0.0))
+    assert suggest_bench_command(made(bf16=100.0, fp16=0.0)).endswith("--precisions fp32,bf16 --seeds 5")
 
 
 def test_what_to_type_next_is_nothing_that_failed() -> None:
     again = ", then run the same command again"
-    assert next_command(replace(made(bf16=120.0), rows=made(bf16=0.0).rows[::-1])) == f"fix the failure of bf16{again}"
+    assert (
+        suggest_bench_command(replace(made(bf16=120.0), rows=made(bf16=0.0).rows[::-1]))
+        == f"fix the failure of bf16{again}"
+    )
     whole = made(bf16=120.0)
     lost = replace(whole.baseline, runs=(replace(whole.baseline.runs[0], metric=float("nan")),))
     assert (
-        next_command(replace(whole, rows=(lost, *whole.rows[1:]))) == f"make fp32 train to a finite top1 first{again}"
+        suggest_bench_command(replace(whole, rows=(lost, *whole.rows[1:])))
+        == f"make fp32 train to a finite top1 first{again}"
     )
     late = replace(whole.rows[1], failed="no room")
-    assert next_command(replace(whole, rows=(whole.baseline, late))).endswith("precision=fp32")
-    assert "continues where it stopped" in next_command(replace(whole, interrupted=True))
-    assert "continues" not in next_command(replace(whole, name="my:case", interrupted=True))
+    assert suggest_bench_command(replace(whole, rows=(whole.baseline, late))).endswith("precision=fp32")
+    assert "continues where it stopped" in suggest_bench_command(replace(whole, interrupted=True))
+    assert "continues" not in suggest_bench_command(replace(whole, name="my:case", interrupted=True))

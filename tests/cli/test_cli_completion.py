@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli import _completion
-from halfstep.recipe.sources import recipe_names
+from halfstep.recipe.sources import list_recipe_names
 
 EACH = """
 import io, json, os, sys, time
@@ -80,24 +80,24 @@ def test_three_shells_are_answered_without_torch(folder: Path) -> None:
 
 
 def test_folders_on_the_way_to_a_run_are_offered(folder: Path) -> None:
-    assert _completion.run_folders("ru") == ["runs/"]
-    assert _completion.run_folders("runs/") == ["runs/first", "runs/second"]
-    assert _completion.run_folders("runs/n") == ["runs/no_run/"]
-    assert _completion.run_folders(f"{folder}/runs/s") == [f"{folder}/runs/second"]
-    assert _completion.run_folders("no_folder/x") == []
+    assert _completion.complete_run_folders("ru") == ["runs/"]
+    assert _completion.complete_run_folders("runs/") == ["runs/first", "runs/second"]
+    assert _completion.complete_run_folders("runs/n") == ["runs/no_run/"]
+    assert _completion.complete_run_folders(f"{folder}/runs/s") == [f"{folder}/runs/second"]
+    assert _completion.complete_run_folders("no_folder/x") == []
     shutil.rmtree(folder / "runs")
-    assert _completion.run_folders("") == []
+    assert _completion.complete_run_folders("") == []
 
 
 def test_recipes_are_the_shipped_ones_then_files(folder: Path) -> None:
-    offered = _completion.recipes("")
-    assert offered[: len(recipe_names())] == recipe_names()
-    assert offered[len(recipe_names()) :] == ["mine.yaml", "runs/"]
-    assert _completion.recipes("notes") == []
+    offered = _completion.complete_recipes("")
+    assert offered[: len(list_recipe_names())] == list_recipe_names()
+    assert offered[len(list_recipe_names()) :] == ["mine.yaml", "runs/"]
+    assert _completion.complete_recipes("notes") == []
 
 
 def test_names_that_a_terminal_could_not_show_are_not_offered(folder: Path) -> None:
-    assert _completion.run_folders("runs/e") == []
+    assert _completion.complete_run_folders("runs/e") == []
     assert (folder / "runs" / "esc\x1b[2J").is_dir()
 
 
@@ -106,4 +106,4 @@ def test_a_large_folder_makes_nobody_wait(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(folder / "runs")
     for number in range(20):
         os.mkdir(f"many{number}")
-    assert len(_completion.run_folders("m")) <= 3
+    assert len(_completion.complete_run_folders("m")) <= 3

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
 from halfstep.errors import WrongUse
-from halfstep.runs.export import Written, checked
+from halfstep.runs.export import RunnableFile, compare_with_model
 from halfstep.train.signature import Preprocessing, Signature
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -276,6 +276,6 @@ def test_a_file_that_computes_something_else_is_refused(wrong: float) -> None:
     signature = Signature(Preprocessing(3, (0.5,) * 3, (0.5,) * 3), ["a", "b"], "mask", 1, variable_size=True)
     model = torch.nn.Conv2d(3, 1, 1)
     images = [torch.randn(1, 3, 9, 7)]
-    assert checked(model, Written(model), signature, images, "images").max_difference == 0
+    assert compare_with_model(model, RunnableFile(model), signature, images, "images").max_difference == 0
     with pytest.raises(WrongUse, match="the file and the model disagree"):
-        checked(model, Written(lambda x: model(x) + wrong), signature, images, "images")
+        compare_with_model(model, RunnableFile(lambda x: model(x) + wrong), signature, images, "images")

@@ -21,12 +21,12 @@ from typer.testing import CliRunner, Result
 
 from faults.crash_story import commit_together
 from halfstep import distributed
-from halfstep.checkpoint.commit import RankSnapshot, commit
-from halfstep.checkpoint.paths import Disk, generations
-from halfstep.checkpoint.reading import read_state
+from halfstep.checkpoint.commit import RankSnapshot, commit_checkpoint
+from halfstep.checkpoint.paths import Disk, list_generations
+from halfstep.checkpoint.reading import read_rank_state
 from halfstep.cli.main import build
 from halfstep.errors import USAGE, HalfstepError
-from halfstep.runs.verify import VerifiedRun, read_checkpoints
+from halfstep.runs.verify import VerifiedRun, verify_checkpoints
 from halfstep.train.state import COMPONENTS
 
 pytestmark = pytest.mark.usefixtures("forked_python")
@@ -87,7 +87,7 @@ def copied(trained: Any, tmp_path: Path) -> Path:
 
 
 def newest(run: Path, place: int = 0) -> Path:
-    return generations(run / "checkpoints")[place].path
+    return list_generations(run / "checkpoints")[place].path
 
 
 def flip(file: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_finished_run_needs_its_checkpoints_no_more(copied: Path) -> None:
 
 @pytest.mark.wording
 def test_where_none_is_whole_a_resume_is_refused(copied: Path) -> None:
-    for one in generations(copied / "checkpoints"):
+    for one in list_generations(copied / "checkpoints"):
         flip(one.path / "rank-00000.json")
     done = halfstep("verify", copied)
     assert done.exit_code == 65
@@ -237,7 +237,7 @@ def test_a_run_that_is_saving_all_the_time_is_never_found_damaged(tmp_path: Path
         attempt = 0
         while not stop.is_set():
             attempt += 1
-            commit(folder, snapshot(attempt), keep=2, disk=Disk(), party=distributed.RankGroup())
+            commit_checkpoint(folder, snapshot(attempt), keep=2, disk=Disk(), party=distributed.RankGroup())
 
     saving = threading.Thread(target=save)
     saving.start()
@@ -246,7 +246,7 @@ def test_a_run_that_is_saving_all_the_time_is_never_found_damaged(tmp_path: Path
     deadline = time.monotonic() + 30
     try:
         while len(names) < 100 and time.monotonic() < deadline:
-            verdicts = read_checkpoints(tmp_path).verdicts
+            verdicts = verify_checkpoints(tmp_path).verdicts
             problems |= {one.problem for one in verdicts}
             names |= {one.generation.name for one in verdicts}
     finally:
@@ -272,7 +272,7 @@ def test_what_limits_is_what_took_most_of_the_time(hashing: float, copying: floa
 def test_a_large_checkpoint_has_a_speed_and_what_limits_it(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("task: tiny\n")
     large = dataclasses.replace(snapshot(1), tensors={"x": torch.zeros(40_000_000)})
-    commit(tmp_path / "checkpoints", large, keep=2, disk=Disk(), party=distributed.RankGroup())
+    commit_checkpoint(tmp_path / "checkpoints", large, keep=2, disk=Disk(), party=distributed.RankGroup())
     found = json.loads(halfstep("verify", tmp_path, "--json").stdout)
     assert found["bytes_per_second"] == pytest.approx(found["bytes"] / found["seconds"])
     assert min(found["seconds_hashing"], found["seconds_copying"]) >= 0
@@ -385,7 +385,7 @@ def test_an_unfinished_run_gives_its_newest_whole_checkpoint(copied: Path, tmp_p
     done = halfstep("export", copied, "--no-ema", "--out", tmp_path / "x.safetensors")
     assert done.exit_code == 0, done.output
     assert "unet from step-00000009.0003 (step 9, epoch 1)" in done.stdout
-    _, tensors = read_state(generations(copied / "checkpoints")[1], 0)
+    _, tensors = read_rank_state(list_generations(copied / "checkpoints")[1], 0)
     written = load_file(tmp_path / "x.safetensors")
     for name, tensor in written.items():
         found = tensors.get(f"weights/parameters/{name}", tensors.get(f"weights/buffers/{name}"))
@@ -400,11 +400,13 @@ def test_weights_that_are_not_finite_are_refused(copied: Path, tmp_path: Path) -
     best = load_file(copied / "best.safetensors")
     next(tensor for tensor in best.values() if tensor.is_floating_point()).view(-1)[0] = float("nan")
     save_file(best, copied / "best.safetensors")
-    plain, tensors = read_state(generations(copied / "checkpoints")[0], 0)
+    plain, tensors = read_rank_state(list_generations(copied / "checkpoints")[0], 0)
     for name, tensor in tensors.items():
         if name.startswith("ema/averages/"):
             tensor.view(-1)[0] = float("inf")
-    commit(copied / "checkpoints", RankSnapshot(12, plain, tensors), keep=2, disk=Disk(), party=distributed.RankGroup())
+    commit_checkpoint(
+        copied / "checkpoints", RankSnapshot(12, plain, tensors), keep=2, disk=Disk(), party=distributed.RankGroup()
+    )
     for which in ("best", "checkpoint"):
         done = halfstep("export", copied, "--weights", which, "--out", out)
         assert done.exit_code == 65, done.output
@@ -466,7 +468,7 @@ def test_without_checkpoints_an_unfinished_run_gives_nothing(copied: Path) -> No
 
 @pytest.mark.wording
 def test_where_no_checkpoint_is_whole_the_files_beside_them_are_offered(copied: Path) -> None:
-    for one in generations(copied / "checkpoints"):
+    for one in list_generations(copied / "checkpoints"):
         flip(one.path / "rank-00000.json")
     done = halfstep("export", copied, "--weights", "checkpoint")
     assert done.exit_code == 65

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from halfstep.cli import main
 from halfstep.measure.plan import plan as planning
 from halfstep.measure.plan.page import Plan
-from halfstep.measure.plan.search import Growth
+from halfstep.measure.plan.search import BatchGrowth
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from halfstep.recipe.sources import read_recipe
@@ -140,7 +140,7 @@ def test_commands_repeat_the_options_and_offer_a_free_name(clockwork: Any) -> No
 
 def test_a_larger_batch_is_announced_and_its_warm_up_fits_the_run(clockwork: Any) -> None:
     speed = Speed(1.0, 6.0, 5.9, 6.1, 31)
-    clockwork["growth"] = Growth(2, StepSetting("bf16", batch=32), speed, 0.0002, "square root scaling", 500)
+    clockwork["growth"] = BatchGrowth(2, StepSetting("bf16", batch=32), speed, 0.0002, "square root scaling", 500)
     clockwork["growth_ended"] = "64 samples: not measured: no time was left"
     result = call("plan", "classification_tiny", "--grow-batch", "--yes", "train.epochs=40")
     assert result.exit_code == 0, result.output

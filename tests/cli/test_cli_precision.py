@@ -23,7 +23,7 @@ def halfstep(*words: object) -> Result:
 
 def on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let choices be made for a device that is not here; what is chosen then runs on the CPU."""
-    monkeypatch.setattr(select, "describe", lambda _: named(device))
+    monkeypatch.setattr(select, "describe_device", lambda _: named(device))
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_strict_refuses_what_cannot_run_as_named(
 @pytest.mark.wording
 def test_doctor_strict_means_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     on("Core i7", monkeypatch)
-    monkeypatch.setattr("halfstep.precision.hardware.describe", lambda _: named("Core i7"))
-    monkeypatch.setattr("halfstep.precision.probe.measure", lambda *_, **__: select.Measurements({}, {}, 0.0))
+    monkeypatch.setattr("halfstep.precision.hardware.describe_device", lambda _: named("Core i7"))
+    monkeypatch.setattr("halfstep.precision.probe.measure_speedups", lambda *_, **__: select.Measurements({}, {}, 0.0))
     for words, precision, finding in (
         ([], "fp32", "precision.substituted"),
         (["--strict"], "bf16", "precision.slow"),

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from halfstep.cli._predict_outputs import folder_and_settings
+from halfstep.cli._predict_outputs import split_folder_and_settings
 from halfstep.cli.main import build
 
 PAINTER = '''
@@ -232,11 +232,11 @@ def test_a_task_that_makes_nothing_asks_for_a_folder(tmp_path: Path) -> None:
 def test_a_folder_is_told_from_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("lr=1").mkdir()
-    assert folder_and_settings([]) == (None, [])
-    assert folder_and_settings(["images", "a=1"]) == (Path("images"), ["a=1"])
-    assert folder_and_settings(["a=1"]) == (None, ["a=1"])
-    assert folder_and_settings(["--a", "1"]) == (None, ["--a", "1"])
-    assert folder_and_settings(["lr=1"]) == (Path("lr=1"), [])
+    assert split_folder_and_settings([]) == (None, [])
+    assert split_folder_and_settings(["images", "a=1"]) == (Path("images"), ["a=1"])
+    assert split_folder_and_settings(["a=1"]) == (None, ["a=1"])
+    assert split_folder_and_settings(["--a", "1"]) == (None, ["--a", "1"])
+    assert split_folder_and_settings(["lr=1"]) == (Path("lr=1"), [])
 
 
 # -- the two tasks that draw by themselves ---------------------------------------------------------------------------

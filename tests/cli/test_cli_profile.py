@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from halfstep.cli.main import build
 from halfstep.draw.terminal import show_page
 from halfstep.measure.conditions import Conditions
-from halfstep.measure.profile.causes import find_causes, verdict
+from halfstep.measure.profile.causes import choose_cause, find_causes
 from halfstep.measure.profile.examined import MeasuredFacts
-from halfstep.measure.profile.facts import Feeding, FlopsByFormat, Kernels, MisalignedLayer, ProfileFacts, StepTimes
+from halfstep.measure.profile.facts import Feeding, FlopsByFormat, KernelTimes, MisalignedLayer, ProfileFacts, StepTimes
 from halfstep.measure.profile.page import Profile
-from halfstep.measure.profile.profile import _ChildProcess as away
+from halfstep.measure.profile.profile import _ProfileProcess as away
 
 CASE = "tests.support.cases:linear"
 CONDITIONS: Conditions = {
@@ -28,8 +28,8 @@ FACTS = ProfileFacts(
     kind="cpu",
     subject=(CASE,),
     race=StepTimes(0.1, 0.05, 2.0, 1.9, 2.1, 60, own_fp32=0.099),
-    kernels=Kernels({"host": 0.05, "narrow": 0.4, "fp32": 0.2, "copies": 0.1, "update": 0.1, "other": 0.15}),
-    fp32_kernels=Kernels({"host": 0.02, "narrow": 0.0, "fp32": 0.78, "copies": 0.05, "update": 0.05, "other": 0.1}),
+    kernels=KernelTimes({"host": 0.05, "narrow": 0.4, "fp32": 0.2, "copies": 0.1, "update": 0.1, "other": 0.15}),
+    fp32_kernels=KernelTimes({"host": 0.02, "narrow": 0.0, "fp32": 0.78, "copies": 0.05, "update": 0.05, "other": 0.1}),
     work=FlopsByFormat({"bf16": 800, "fp32": 200}, {"head": 150, "neck\x1b[31m": 50}),
     misaligned=(MisalignedLayer(("body.0", "body.2"), "127->127", "128->128", 0.9, 0.01, 0.004, 2.2, 2.8, "Conv2d"),),
     feeding=Feeding(0.12, 0.07, 0.07, 0.0, 0, 8, 0),
@@ -41,7 +41,7 @@ def run(*words: str) -> Any:
 
 
 def page(facts: ProfileFacts, capsys: pytest.CaptureFixture[str], **more: Any) -> list[str]:
-    cause = verdict(facts)
+    cause = choose_cause(facts)
     others = tuple(one for one in find_causes(facts) if one != cause)
     show_page(Profile(facts, cause, others, CONDITIONS, **more).page())
     return capsys.readouterr().out.splitlines()
@@ -82,7 +82,7 @@ def test_one_pair_is_no_speed_on_the_page_and_a_busy_machine_is_told(capsys: pyt
     assert "not measured well enough: 1 pair" in text
     assert "1.82x" not in text
     assert "other work disturbs" not in text
-    cause = verdict(FACTS)
+    cause = choose_cause(FACTS)
     show_page(Profile(FACTS, cause, (), {**CONDITIONS, "load": 7.5}).page())
     assert "other work disturbs" in " ".join(capsys.readouterr().out.split())
 

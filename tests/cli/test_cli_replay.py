@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from halfstep.checkpoint.sealed import MANIFEST, state_of, with_seal
+from halfstep.checkpoint.sealed import MANIFEST, add_seal, name_state_file
 from halfstep.cli.main import build
 from halfstep.errors import Diverged
 from halfstep.journal.events import Journal
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.registry import task_from_file
-from halfstep.runs.resolve import resolved_recipe
-from halfstep.step.rerun import ReplayConfig, rerun
-from halfstep.train.failed_steps.reading import read, recorded_in
+from halfstep.runs.registry import load_task_file
+from halfstep.runs.resolve import resolve_run_recipe
+from halfstep.step.rerun import ReplayConfig, rerun_step
+from halfstep.train.failed_steps.reading import list_failed_steps, read_failed_step
 from halfstep.train.run import make_loop
 from halfstep.train.run_folder import open_run
 from tests.support import forked_python
@@ -148,8 +148,8 @@ def replayed(*words: object) -> dict[str, Any]:
 def test_another_process_finds_the_same_culprit_and_the_same_loss_to_the_bit(place: Path, task: Path) -> None:
     folder = place / "bits"
     words = ["--fp16", "model.factor=1e6", "guard.skips_in_a_row=1", f"run.dir={folder}"]
-    kind, _ = task_from_file(task)
-    recipe = resolved_recipe(read_recipe(str(place / "stretching.yaml")), words, schema=kind.schema).recipe
+    kind, _ = load_task_file(task)
+    recipe = resolve_run_recipe(read_recipe(str(place / "stretching.yaml")), words, schema=kind.schema).recipe
     opened = open_run(recipe, "bits")
     loop = make_loop(kind(recipe), recipe, folder, Journal())
     with pytest.raises(Diverged):
@@ -159,7 +159,7 @@ def test_another_process_finds_the_same_culprit_and_the_same_loss_to_the_bit(pla
     attempt = loop.stepper.attempt
     assert attempt is not None
     live = {
-        name: rerun(loop.model, attempt, ReplayConfig(precision_named(name), scale=1.0)).loss
+        name: rerun_step(loop.model, attempt, ReplayConfig(resolve_precision_name(name), scale=1.0)).loss
         for name in ("fp32", "bf16")
     }
     words = [sys.executable, "-m", "halfstep", "replay", str(folder), "--task", str(task), "--json"]
@@ -259,7 +259,7 @@ def test_a_point_that_is_not_finite_is_named(place: Path, task: Path) -> None:
 
 @pytest.mark.wording
 def test_a_failed_step_is_chosen_by_its_number_or_its_folder(failed: Path, task: Path) -> None:
-    (only,) = recorded_in(failed)
+    (only,) = list_failed_steps(failed)
     number = only.attempt
     for words in ([failed, "--attempt", number], [only.path]):
         assert replayed(*words, "--task", task)["recorded"]["attempt"] == number
@@ -270,7 +270,7 @@ def test_a_failed_step_is_chosen_by_its_number_or_its_folder(failed: Path, task:
 
 
 def test_the_list_says_what_each_was(run: Path) -> None:
-    (only,) = recorded_in(run)
+    (only,) = list_failed_steps(run)
     other = Path(shutil.copytree(only.path, only.path.with_name("step-00000099.0002")))
     (other / MANIFEST).write_text("{}")
     done = halfstep("replay", run, "--list")
@@ -320,19 +320,19 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 def change(run: Path, environment: dict[str, Any] | None = None, **fields: Any) -> None:
     """With new digests and a new seal, as somebody would who knows how they are made."""
-    place = recorded_in(run)[0].path
-    content, manifest = (json.loads((place / name).read_text()) for name in (state_of(0), MANIFEST))
+    place = list_failed_steps(run)[0].path
+    content, manifest = (json.loads((place / name).read_text()) for name in (name_state_file(0), MANIFEST))
     content["record"].update(fields)
     text = json.dumps(content).encode()
-    (place / state_of(0)).write_bytes(text)
-    manifest["files"][state_of(0)] = [len(text), hashlib.sha256(text).hexdigest()]
+    (place / name_state_file(0)).write_bytes(text)
+    manifest["files"][name_state_file(0)] = [len(text), hashlib.sha256(text).hexdigest()]
     manifest["environment"] = manifest["environment"] if environment is None else environment
     manifest.pop("seal")
-    (place / MANIFEST).write_bytes(with_seal(manifest))
+    (place / MANIFEST).write_bytes(add_seal(manifest))
 
 
 def test_another_device_or_torch_is_said(run: Path, task: Path) -> None:
-    environment = dict(read(recorded_in(run)[0]).manifest.environment)
+    environment = dict(read_failed_step(list_failed_steps(run)[0]).manifest.environment)
     change(run, environment={**environment, "device": "NVIDIA H100", "torch": "2.99.0"})
     report = replayed(run, "--task", task)
     assert any(note.startswith("device was NVIDIA H100, and is ") for note in report["notes"])
@@ -378,7 +378,7 @@ def test_a_record_without_tensors_is_listed_and_not_run(run: Path, task: Path) -
 
 
 def test_words_of_a_record_cannot_command_a_terminal(run: Path) -> None:
-    record = json.loads((recorded_in(run)[0].path / state_of(0)).read_text())["record"]
+    record = json.loads((list_failed_steps(run)[0].path / name_state_file(0)).read_text())["record"]
     record["verdict"]["sentence"] = "\x1b[2J[red]gone"
     record["report"]["reason"] = "\x1b]0;x"
     change(run, **record)

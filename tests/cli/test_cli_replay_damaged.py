@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.checkpoint.sealed import tensors_of
-from halfstep.train.failed_steps.reading import FAILED_STEPS, recorded_in
+from halfstep.checkpoint.sealed import name_tensors_file
+from halfstep.train.failed_steps.reading import FAILED_STEPS, list_failed_steps
 from tests.cli.test_cli_replay import halfstep
 from tests.support.troubled import InOneModule, fit
 
@@ -34,11 +34,11 @@ def place(failed: Path, tmp_path: Path) -> Path:
 
 
 def cut(record: Path) -> None:
-    (record / tensors_of(0)).write_bytes((record / tensors_of(0)).read_bytes()[:-8])
+    (record / name_tensors_file(0)).write_bytes((record / name_tensors_file(0)).read_bytes()[:-8])
 
 
 def test_the_newest_whole_one_is_run(place: Path) -> None:
-    run, (whole,) = place / "run", recorded_in(place / "run")
+    run, (whole,) = place / "run", list_failed_steps(place / "run")
     cut(Path(shutil.copytree(whole.path, whole.path.with_name("step-00000999.0002"))))
     done = halfstep("replay", run, "--task", place / "mine.py", "--json")
     assert done.exit_code == 0, done.output
@@ -50,7 +50,7 @@ def test_the_newest_whole_one_is_run(place: Path) -> None:
 
 @pytest.mark.wording
 def test_where_none_is_whole_nothing_is_advised_that_ends_alike(place: Path) -> None:
-    run, (record,) = place / "run", recorded_in(place / "run")
+    run, (record,) = place / "run", list_failed_steps(place / "run")
     cut(record.path)
     done = halfstep("replay", run, "--task", place / "mine.py")
     assert done.exit_code == 65
@@ -60,7 +60,7 @@ def test_where_none_is_whole_nothing_is_advised_that_ends_alike(place: Path) -> 
 
 @pytest.mark.wording
 def test_one_that_is_asked_for_names_an_older_one(place: Path) -> None:
-    run, (whole,) = place / "run", recorded_in(place / "run")
+    run, (whole,) = place / "run", list_failed_steps(place / "run")
     cut(Path(shutil.copytree(whole.path, whole.path.with_name("step-00000999.0002"))))
     done = halfstep("replay", run, "--attempt", 999, "--task", place / "mine.py")
     assert done.exit_code == 65

@@ -144,10 +144,10 @@ def test_a_report_of_a_run_loads_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_examining_a_run_adds_formats_headroom_memory_and_survival(tmp_path: Path) -> None:
-    from halfstep.recipe.sources import recipe_text
+    from halfstep.recipe.sources import read_recipe_text
 
     folder = write_run(tmp_path / "run", whole())
-    (folder / "recipe.yaml").write_text(recipe_text("segmentation_tiny")[1])
+    (folder / "recipe.yaml").write_text(read_recipe_text("segmentation_tiny")[1])
     done = report(folder, "--examine")
     assert done.exit_code == 0, done.output
     page = Page((folder / "report.html").read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.journal.jsonl import saved_events
+from halfstep.journal.jsonl import iterate_saved_events
 from tests.support.commands import Command
 
 TRAIN = [
@@ -28,7 +28,7 @@ def ended(process: Command) -> tuple[int, str]:
 
 
 def steps(folder: Path) -> list[tuple[int, float]]:
-    events = saved_events(folder / "journal.jsonl")
+    events = iterate_saved_events(folder / "journal.jsonl")
     return [(event["attempt"], event["loss"]) for event in events if event["event"] == "step"]
 
 

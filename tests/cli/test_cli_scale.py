@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
-from halfstep.measure.case import case_of
+from halfstep.measure.case import build_case
 from halfstep.measure.memory.devices import device_named
-from halfstep.measure.scale.counting import count
+from halfstep.measure.scale.counting import count_rank_bytes
 from halfstep.measure.scale.layout import RankLayout
 from halfstep.measure.scale.page import LayoutCost
-from halfstep.measure.scale.upkeep import upkeep
+from halfstep.measure.scale.upkeep import compute_upkeep
 from halfstep.measure.setting import StepSetting
 from tests.support.cases import convolutions
 
@@ -70,18 +70,20 @@ def test_the_least_sharding_that_fits_is_taken_and_says_why() -> None:
     from halfstep.measure.scale import report as module
 
     def costing(shard_size: int, peak: int, fits: bool) -> LayoutCost:
-        counts = count(lambda: case_of(*convolutions()), StepSetting(), RankLayout(64, 8, shard_size))
-        return LayoutCost(counts, {"weights": peak}, fits, [], 0, 0, None, upkeep(counts, 0))
+        counts = count_rank_bytes(lambda: build_case(*convolutions()), StepSetting(), RankLayout(64, 8, shard_size))
+        return LayoutCost(counts, {"weights": peak}, fits, [], 0, 0, None, compute_upkeep(counts, 0))
 
     rows = [costing(1, 3 << 40, False), costing(8, 1 << 30, True)]
     target = device_named("h100-80gb")
-    said = module.reason(rows, rows[1], target, "auto", StepSetting())
+    said = module.explain_layout_choice(rows, rows[1], target, "auto", StepSetting())
     assert said == (
         "hsdp 8×8: ddp would take 3.00 TiB; sharded over 8 ranks inside a node it is 1.00 GiB of the 74.95 GiB "
         "available to a rank"
     )
     plain, reduced = StepSetting(batch=8), StepSetting(batch=1, recompute=True)
-    more, least = (module.reason(rows[:1], None, target, "auto", setting) for setting in (plain, reduced))
+    more, least = (
+        module.explain_layout_choice(rows[:1], None, target, "auto", setting) for setting in (plain, reduced)
+    )
     assert more.startswith("none fits: ddp needs the least")
     assert more.endswith("; recompute activations or take a smaller batch or shard over more ranks")
     assert least.endswith("available to a rank; shard over more ranks")

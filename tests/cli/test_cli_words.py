@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 import halfstep
 from halfstep.cli.main import build
 from halfstep.errors import BadRecipe, HalfstepError
-from halfstep.recipe.names import ELSEWHERE, read_flags
-from halfstep.recipe.sources import read_recipe, recipe_names
-from halfstep.recipe.strict_yaml import read_yaml
-from halfstep.runs.registry import task_schema, task_schemas
-from halfstep.runs.resolve import resolved_recipe
+from halfstep.recipe.names import ELSEWHERE, parse_typed_settings
+from halfstep.recipe.sources import list_recipe_names, read_recipe
+from halfstep.recipe.strict_yaml import parse_yaml
+from halfstep.runs.registry import build_task_schemas, find_task_schema
+from halfstep.runs.resolve import resolve_run_recipe
 from tests.support.digest import digest_of
 
 RECIPE = "segmentation_tiny"
@@ -31,7 +31,7 @@ def run(*words: str, **options: Any) -> Any:
 def shown(*flags: str) -> dict[str, Any]:
     done = run("train", RECIPE, *flags, "--show")
     assert done.exit_code == 0, done.output
-    return read_yaml(done.stdout, "shown")
+    return parse_yaml(done.stdout, "shown")
 
 
 def test_the_module_train_is_the_command_train(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_module_train_is_the_command_train(tmp_path: Path) -> None:
     here = {**os.environ, "PYTHONPATH": str(Path(halfstep.__file__).parents[1])}
     done = subprocess.run([*words, "--show"], cwd=tmp_path, env=here, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    recipe = read_yaml(done.stdout, "shown")
+    recipe = parse_yaml(done.stdout, "shown")
     assert (recipe["precision"], recipe["train"]["compile"]) == ("bf16", True)
     wrong = subprocess.run([*words[:3], "no_such"], cwd=tmp_path, env=here, capture_output=True, text=True, check=False)
     assert (wrong.returncode, "there is no recipe 'no_such'" in wrong.stderr) == (78, True)
@@ -131,17 +131,17 @@ def test_a_config_flag_before_the_recipe_is_answered_with_the_command(words: lis
 def test_the_same_words_in_a_recipe_are_answered_alike() -> None:
     raw = {**read_recipe(RECIPE).raw, "resume": "last", "trainer": {"gpus": 2}}
     with pytest.raises(BadRecipe) as caught:
-        resolved_recipe(read_recipe(RECIPE)._replace(raw=raw))
+        resolve_run_recipe(read_recipe(RECIPE)._replace(raw=raw))
     assert "type the same command again" in str(caught.value)
     assert "torchrun --nproc_per_node" in str(caught.value)
 
 
 def test_no_word_is_both_a_setting_and_elsewhere() -> None:
     assert len(ELSEWHERE) >= 50
-    for schema in map(task_schema, task_schemas()):
+    for schema in map(find_task_schema, build_task_schemas()):
         for word in ELSEWHERE:
             with pytest.raises(BadRecipe):
-                read_flags([f"--{word}", "1"], schema)
+                parse_typed_settings([f"--{word}", "1"], schema)
 
 
 @pytest.mark.wording
@@ -150,13 +150,13 @@ def test_one_number_is_a_gpu_and_several_are_a_launch(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(hardware.torch.accelerator, "current_accelerator", lambda check_available: None)
     with pytest.raises(HalfstepError, match="no GPU"):
-        hardware.describe("0")
+        hardware.describe_device("0")
     gpu = hardware.torch.device("cuda")
     monkeypatch.setattr(hardware.torch.accelerator, "current_accelerator", lambda check_available: gpu)
     monkeypatch.setitem(hardware._READERS, "cuda", lambda where: where)
-    assert hardware.describe("1") == hardware.torch.device("cuda:1")
+    assert hardware.describe_device("1") == hardware.torch.device("cuda:1")
     with pytest.raises(HalfstepError, match="one process") as caught:
-        hardware.describe("0,1")
+        hardware.describe_device("0,1")
     assert "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2" in caught.value.do
 
 
@@ -169,7 +169,7 @@ def test_plan_without_a_recipe_lists_them_and_says_what_to_type(monkeypatch: pyt
     done = run("plan")
     assert done.exit_code == 78
     assert "do: halfstep plan segmentation_tiny" in done.stderr
-    assert all(name in done.stderr for name in recipe_names())
+    assert all(name in done.stderr for name in list_recipe_names())
     assert done.stdout == ""
     assert max(map(len, done.stderr.partition("a plan of which")[0].splitlines())) <= 80
     assert run("plan", "--json").exit_code == 78

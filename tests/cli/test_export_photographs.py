@@ -17,7 +17,7 @@ import halfstep as package
 from halfstep.cli.main import build
 from halfstep.errors import WrongUse
 from halfstep.runs.printed_code import check_code, run_code
-from halfstep.runs.snippet import snippet
+from halfstep.runs.snippet import build_loading_code
 from halfstep.train.signature import Preprocessing, Signature
 from tests.tasks.made import made
 
@@ -145,7 +145,7 @@ def test_code_that_predicts_something_else_is_refused(tmp_path: Path, photos: Pa
     save_weights(model, tmp_path / "x.safetensors")
 
     def code(photo: str) -> str:
-        return snippet(task, model, signature, tmp_path / "x.safetensors", "safetensors", photo)
+        return build_loading_code(task, model, signature, tmp_path / "x.safetensors", "safetensors", photo)
 
     assert check_code(task, model, signature, code).agreement == pytest.approx(1.0, abs=1e-3)
     with pytest.raises(WrongUse, match="the printed code gives the class"):
@@ -168,7 +168,7 @@ def test_the_code_reads_files_of_every_depth_as_training_does(tmp_path: Path, ch
     file = tmp_path / ("x.tiff" if mode in deep else "x.png")
     image.save(file)
     task = made("segmentation", data={"channels": channels})
-    text = snippet(task, task.model(), signature, tmp_path / "none", "onnx", str(file))
+    text = build_loading_code(task, task.model(), signature, tmp_path / "none", "onnx", str(file))
     functions = text.partition("def opened")[2].partition("def answer")[0]
     scope: dict[str, Any] = {}
     names = "import numpy as np\nfrom PIL import Image, ImageOps\n"
@@ -185,7 +185,7 @@ def test_pages_of_a_tiff_are_shrunk_too(tmp_path: Path) -> None:
     pages = [Image.fromarray(p) for p in np.random.default_rng(0).integers(0, 2**16, (5, 60, 90), np.uint16)]
     pages[0].save(tmp_path / "x.tiff", save_all=True, append_images=pages[1:])
     task = made("segmentation", data={"channels": 5})
-    text = snippet(task, task.model(), signature, tmp_path / "none", "onnx", str(tmp_path / "x.tiff"))
+    text = build_loading_code(task, task.model(), signature, tmp_path / "none", "onnx", str(tmp_path / "x.tiff"))
     head, _, rest = text.partition("session = ")
     kept = head.replace("import onnxruntime as ort", "") + "def opened" + rest.partition("def opened")[2]
     kept = kept.partition("classes = ")[0] + f"mask = prepared(opened({str(tmp_path / 'x.tiff')!r}))"

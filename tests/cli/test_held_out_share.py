@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 
 import halfstep as package
 from halfstep.cli.main import build
-from halfstep.data.layout import held_out_by_place, held_out_exactly, place_of
+from halfstep.data.layout import compute_split_position, select_validation_by_position, select_validation_exactly
 from halfstep.recipe import resolve
-from halfstep.recipe.changes import changes
+from halfstep.recipe.changes import list_relevant_changes
 from tests.tasks.made import made
 
 IMAGES = 59
@@ -63,7 +63,7 @@ def test_a_run_that_was_begun_before_keeps_its_split(
     assert recipe["data"].pop("split") is None
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))  # as an earlier version wrote it
     names = [f"IMG_{1000 + number}.png" for number in range(IMAGES)]
-    below = sum(place_of(name) < 0.2 for name in names)
+    below = sum(compute_split_position(name) < 0.2 for name in names)
     assert held_out(run) == below != 12
     longer = halfstep("train", *words, "train.steps=2", "--extend")
     assert longer.exit_code == 0, longer.output
@@ -75,22 +75,22 @@ def test_settings_that_are_newer_than_a_run_are_no_change() -> None:
     saved = recipe.model_dump(mode="json")
     for section, key in (("data", "split"), ("model", "backbone"), ("model", "backbone_weights")):
         del saved[section][key]
-    assert changes(saved, recipe) == []
+    assert list_relevant_changes(saved, recipe) == []
     saved["model"]["slots"] += 1
-    assert [one.key for one in changes(saved, recipe)] == ["model.slots"]
+    assert [one.key for one in list_relevant_changes(saved, recipe)] == ["model.slots"]
 
 
 @pytest.mark.parametrize("share", [0.001, 0.05, 0.2, 0.5, 0.999])
 @pytest.mark.parametrize("samples", [2, 3, 10, 59, 999])
 def test_the_share_is_exact_and_neither_side_is_empty(samples: int, share: float) -> None:
-    places = [place_of(f"img_{number}.png") for number in range(samples)]
-    chosen = held_out_exactly(places, share)
+    places = [compute_split_position(f"img_{number}.png") for number in range(samples)]
+    chosen = select_validation_exactly(places, share)
     assert len(chosen) == min(max(1, round(share * samples)), samples - 1)
     rest = set(range(samples)) - chosen
     assert max(places[number] for number in chosen) < min(places[number] for number in rest)
 
 
 def test_large_sets_are_split_as_before() -> None:
-    places = [place_of(f"img_{number}.png") for number in range(1000)]
-    assert held_out_exactly(places, 0.1) == held_out_by_place(places, 0.1)
-    assert len(held_out_exactly(places[:999], 0.1)) == 100
+    places = [compute_split_position(f"img_{number}.png") for number in range(1000)]
+    assert select_validation_exactly(places, 0.1) == select_validation_by_position(places, 0.1)
+    assert len(select_validation_exactly(places[:999], 0.1)) == 100

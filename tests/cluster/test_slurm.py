@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from halfstep.files import read_json, write_json
-from halfstep.train.status import status_file
+from halfstep.train.status import name_status_file
 from tests.support import slurm
 from tests.train.test_loop import events
 
@@ -94,7 +94,7 @@ def steps(run: Path) -> list[int]:
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    return read_json(run / status_file(0)) or {}
+    return read_json(run / name_status_file(0)) or {}
 
 
 def facts(version: str, at: int, digests: list[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from faults.bad_images import encoded, picture
 from halfstep.data.dataset import BadSample, Files, Sample
 from halfstep.data.fingerprint import Fingerprint, SourcePrint
-from halfstep.data.folders import ImageMaskPairs, folders_under
+from halfstep.data.folders import ImageMaskPairs, resolve_pair_folders
 
 
 class Own:
@@ -60,7 +60,7 @@ def put(path: Path, content: bytes) -> Path:
 
 
 def opened(root: Path) -> ImageMaskPairs:
-    return ImageMaskPairs(*folders_under(root))
+    return ImageMaskPairs(*resolve_pair_folders(root))
 
 
 def only(found: Fingerprint) -> SourcePrint:

@@ -20,18 +20,18 @@ from faults.f52_many_scans import scanned
 from halfstep.data import image_files, shard_index
 from halfstep.data import shards as shard_module
 from halfstep.data.dataset import BadSample, ReadSample, Samples
-from halfstep.data.file_state import BLOCK, FileState, RecordedFile, change_since
+from halfstep.data.file_state import BLOCK, FileState, RecordedFile, describe_file_change
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.folders import ImageFolder
 from halfstep.data.image_io import read_image
 from halfstep.data.movi import MoviShards
 from halfstep.data.recorded_files import RecordedFiles
-from halfstep.data.shard_index import build, pack
+from halfstep.data.shard_index import pack_shard_rows, scan_and_write_index
 from halfstep.data.shard_scan import LARGEST_LABEL, scan_shard
-from halfstep.data.shards import Shards, shard_set_at
+from halfstep.data.shards import Shards, build_shard_set
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps
 from halfstep.errors import BadData
-from halfstep.files import cache_folder
+from halfstep.files import find_cache_folder
 from tests.support.movi import write_movi
 
 
@@ -69,7 +69,7 @@ def write_in_place(path: Path, content: bytes) -> None:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return cache_folder() / "shards"
+    return find_cache_folder() / "shards"
 
 
 def forge(cache: Path, shard: Path, sealed: bool, **columns: int) -> Path:
@@ -78,10 +78,10 @@ def forge(cache: Path, shard: Path, sealed: bool, **columns: int) -> Path:
     real = scan_shard(shard)
     other = {name: np.full_like(getattr(real, name), value) for name, value in columns.items()}
     forged = replace(real, **other)
-    before, after = pack(real), pack(forged)
+    before, after = pack_shard_rows(real), pack_shard_rows(forged)
     if sealed:
         with mock.patch.object(shard_index, "scan_shard", return_value=forged):
-            build(shard_set_at(shard), kept, lambda done, of: None)
+            scan_and_write_index(build_shard_set(shard), kept, lambda done, of: None)
     else:
         kept.write_bytes(kept.read_bytes().replace(before.content[:-16], after.content[:-16]))
     return kept
@@ -295,7 +295,7 @@ def test_permissions_links_and_new_inode_numbers_change_nothing(folder: Path) ->
     os.link(file, folder.parent / "link")
     assert read(samples).replaced == []
     state = FileState.of(file.stat())
-    assert change_since(RecordedFile(state), state._replace(inode=state.inode + 1), file) == ""
+    assert describe_file_change(RecordedFile(state), state._replace(inode=state.inode + 1), file) == ""
 
 
 # -- scans ------------------------------------------------------------------------------------------------------------

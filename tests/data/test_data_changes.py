@@ -112,8 +112,8 @@ def test_the_row_of_the_matrix_can_fail(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(f10_changed_data, "FILES", 800)
     monkeypatch.setattr(f10_changed_data, "UNCHANGED", 4)
     assert f10_changed_data.run(full=False) == Outcome(9, 9, "none")
-    monkeypatch.setattr(module, "_content", lambda path, starts: NOT_READ)
+    monkeypatch.setattr(module, "_read_content_digest", lambda path, starts: NOT_READ)
     assert f10_changed_data.run(full=False) == Outcome(8, 9, "wrong: edited, same size")
     # The time of a file as its content: what is touched or copied looks changed.
-    monkeypatch.setattr(module, "_content", lambda path, starts: f"{os.stat(path).st_mtime_ns:016x}")
+    monkeypatch.setattr(module, "_read_content_digest", lambda path, starts: f"{os.stat(path).st_mtime_ns:016x}")
     assert f10_changed_data.run(full=False).worst == "wrong: copied, edited, same size, moved, touched"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli import main
 from halfstep.data.check import facts, report
-from halfstep.data.layout import find_layout, place_of
+from halfstep.data.layout import compute_split_position, find_layout
 from halfstep.errors import DATA, BadData
 
 CHANCE = np.random.default_rng(0)
@@ -43,7 +43,7 @@ def pairs(root: Path, count: int = 12) -> Path:
 
 
 def checked(root: Path, **options: Any) -> dict[str, Any]:
-    return report.check(find_layout(root), **options).as_dict()
+    return report.check_dataset(find_layout(root), **options).as_dict()
 
 
 def ids(found: dict[str, Any], severity: str = "") -> set[str]:
@@ -163,8 +163,8 @@ def test_a_damaged_file_without_a_partner_is_found(tmp_path: Path) -> None:
 def test_the_same_picture_on_both_sides_is_an_error_and_on_one_a_warning(tmp_path: Path) -> None:
     pairs(tmp_path, 20)
     names = [f"copy{n}.png" for n in range(200)]
-    held = next(name for name in names if place_of(name) < 0.2)
-    kept = [name for name in names if place_of(name) >= 0.2][:2]
+    held = next(name for name in names if compute_split_position(name) < 0.2)
+    kept = [name for name in names if compute_split_position(name) >= 0.2][:2]
     for name in (held, *kept):
         (tmp_path / "images" / name).write_bytes((tmp_path / "images/00.png").read_bytes())
         mask(tmp_path / "masks" / name)
@@ -172,7 +172,7 @@ def test_the_same_picture_on_both_sides_is_an_error_and_on_one_a_warning(tmp_pat
     (tmp_path / "images" / held).unlink()
     (tmp_path / "masks" / held).unlink()
     found = checked(tmp_path)
-    inside = place_of("00.png") >= 0.2
+    inside = compute_split_position("00.png") >= 0.2
     assert ("copies" if inside else "same-on-both-sides") in ids(found)
     assert found["ok"] == inside
 
@@ -207,7 +207,7 @@ def test_faults_of_class_folders(tmp_path: Path) -> None:
     assert ids(found, "warning") >= {"one-image", "lopsided"}
     (tmp_path / "only").mkdir()
     classes(tmp_path / "only", {"cat": 3})
-    assert "one-class" in ids(report.check(find_layout(tmp_path / "only", "classification")).as_dict(), "error")
+    assert "one-class" in ids(report.check_dataset(find_layout(tmp_path / "only", "classification")).as_dict(), "error")
 
 
 def test_splits_are_checked_against_each_other(tmp_path: Path) -> None:

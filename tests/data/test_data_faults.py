@@ -12,6 +12,6 @@ def test_the_row_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in that is drawn by chance is another one on the second run."""
     import random
 
-    monkeypatch.setattr(dataset, "derive", lambda *parts: random.SystemRandom().getrandbits(60))
+    monkeypatch.setattr(dataset, "derive_seed", lambda *parts: random.SystemRandom().getrandbits(60))
     outcome = f07_corrupt_images.run(full=False)
     assert outcome.passed < outcome.n

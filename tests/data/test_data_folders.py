@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from faults.bad_images import picture
-from halfstep.data.dataset import BadSample, Subset, split
-from halfstep.data.folders import ImageFolder, ImageMaskPairs, folders_under
-from halfstep.data.layout import data_place
+from halfstep.data.dataset import BadSample, Subset, split_source
+from halfstep.data.folders import ImageFolder, ImageMaskPairs, resolve_pair_folders
+from halfstep.data.layout import resolve_data_path
 from halfstep.errors import BadData, Unsafe
-from halfstep.files import cache_folder
+from halfstep.files import find_cache_folder
 
 
 def put(path: Path, size: int = 8) -> Path:
@@ -114,7 +114,7 @@ def test_masks_are_paired_by_name(tmp_path: Path, mask: str) -> None:
     put_mask(tmp_path / "masks" / mask)
     put(tmp_path / "images" / "area" / "b.png")
     put_mask(tmp_path / "masks" / "area" / "b.png")
-    source = ImageMaskPairs(*folders_under(tmp_path))
+    source = ImageMaskPairs(*resolve_pair_folders(tmp_path))
     assert [source.key(i) for i in range(len(source))] == ["a.jpg", "area/b.png"]
     sample = source.read(0)
     assert sample["mask"].tolist() == np.eye(8, dtype=int).tolist()
@@ -127,7 +127,7 @@ def test_files_without_a_partner_are_counted_and_listed(tmp_path: Path) -> None:
     for n in range(7):
         put(tmp_path / "images" / f"{n}.png")
     with pytest.raises(BadData, match="8 files without a partner") as caught:
-        ImageMaskPairs(*folders_under(tmp_path))
+        ImageMaskPairs(*resolve_pair_folders(tmp_path))
     assert "4.png and 3 more" in caught.value.given
     assert "5.png" not in caught.value.given
 
@@ -138,17 +138,17 @@ def test_one_name_twice_is_no_pair(tmp_path: Path) -> None:
     put(tmp_path / "images" / "a.png")
     put_mask(tmp_path / "masks" / "a.png")
     with pytest.raises(BadData, match="same name"):
-        ImageMaskPairs(*folders_under(tmp_path))
+        ImageMaskPairs(*resolve_pair_folders(tmp_path))
 
 
 @pytest.mark.wording
 def test_pairs_need_both_folders_and_an_image(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     with pytest.raises(BadData, match=r"mask folder .* does not exist"):
-        folders_under(tmp_path)
+        resolve_pair_folders(tmp_path)
     (tmp_path / "masks").mkdir()
     with pytest.raises(BadData, match="contains no image"):
-        ImageMaskPairs(*folders_under(tmp_path))
+        ImageMaskPairs(*resolve_pair_folders(tmp_path))
 
 
 @pytest.mark.wording
@@ -156,7 +156,7 @@ def test_a_mask_of_another_size_is_an_error_with_both_sizes(tmp_path: Path) -> N
     put(tmp_path / "images" / "a.png", 8)
     put_mask(tmp_path / "masks" / "a.png", 9)
     with pytest.raises(BadData, match="8 × 8 pixels, and its mask 9 × 9"):
-        ImageMaskPairs(*folders_under(tmp_path)).read(0)
+        ImageMaskPairs(*resolve_pair_folders(tmp_path)).read(0)
 
 
 class Named:
@@ -176,7 +176,7 @@ class Named:
 
 
 def val_names(names: list[str], fraction: float) -> set[str]:
-    train, val = split(Named(names), fraction)  # type: ignore[arg-type]
+    train, val = split_source(Named(names), fraction)  # type: ignore[arg-type]
     assert {train.name(i) for i in range(len(train))} | {val.name(i) for i in range(len(val))} == set(names)
     assert len(train) + len(val) == len(names)
     assert min(len(train), len(val)) >= 1
@@ -205,14 +205,14 @@ def test_no_side_is_empty(n: int, fraction: float) -> None:
 @pytest.mark.parametrize(("n", "fraction"), [(0, 0.2), (1, 0.2), (5, 0.0), (5, 1.0), (5, float("nan"))])
 def test_impossible_splits_are_refused(n: int, fraction: float) -> None:
     with pytest.raises(BadData, match="split"):
-        split(Named([str(k) for k in range(n)]), fraction)  # type: ignore[arg-type]
+        split_source(Named([str(k) for k in range(n)]), fraction)  # type: ignore[arg-type]
 
 
 def test_a_moved_folder_is_split_alike(classes: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     moved = tmp_path_factory.mktemp("moved") / "set"
-    before = [one.key(i) for one in split(ImageFolder(classes), 0.4) for i in range(len(one))]
+    before = [one.key(i) for one in split_source(ImageFolder(classes), 0.4) for i in range(len(one))]
     classes.rename(moved)
-    assert before == [one.key(i) for one in split(ImageFolder(moved), 0.4) for i in range(len(one))]
+    assert before == [one.key(i) for one in split_source(ImageFolder(moved), 0.4) for i in range(len(one))]
 
 
 def test_subsets_are_numbered_anew(classes: Path) -> None:
@@ -224,16 +224,16 @@ def test_subsets_are_numbered_anew(classes: Path) -> None:
 
 @pytest.mark.wording
 def test_places() -> None:
-    assert data_place("some/where") == Path("some/where")
-    assert data_place("~/x") == Path.home() / "x"
+    assert resolve_data_path("some/where") == Path("some/where")
+    assert resolve_data_path("~/x") == Path.home() / "x"
     with pytest.raises(BadData, match="halfstep data get cifar10"):
-        data_place("cache:cifar10")
-    (cache_folder() / "data" / "made").mkdir(parents=True, exist_ok=True)
-    assert data_place("cache:made") == cache_folder() / "data" / "made"
-    assert data_place("cache:made/train") == cache_folder() / "data" / "made" / "train"
+        resolve_data_path("cache:cifar10")
+    (find_cache_folder() / "data" / "made").mkdir(parents=True, exist_ok=True)
+    assert resolve_data_path("cache:made") == find_cache_folder() / "data" / "made"
+    assert resolve_data_path("cache:made/train") == find_cache_folder() / "data" / "made" / "train"
 
 
 @pytest.mark.parametrize("path", ["cache:", "cache:..", "cache:../x", "cache:made/../../x", "cache:/etc", "cache:.git"])
 def test_a_place_in_the_cache_stays_there(path: str) -> None:
     with pytest.raises(BadData):
-        data_place(path)
+        resolve_data_path(path)

@@ -18,7 +18,7 @@ from halfstep.data.dataset import (
     BadSampleBudget,
     Batch,
     Order,
-    Replaced,
+    ReplacedSample,
     Sample,
     Samples,
     ValSamples,
@@ -246,7 +246,7 @@ def test_evaluation_sees_each_sample_once_and_leaves_bad_ones_out(workers: int) 
     assert sorted(n for b in batches for n in b.ids) == [0, 2, 3, 4, 5, 6, 7, 8]
     assert all(len(b.ids) == len(b.tensors["x"]) for b in batches)
     assert sorted(one for b in batches for one in b.replaced) == [
-        Replaced(n, f"number {n}", "is bad", LEFT_OUT) for n in (1, 9, 10)
+        ReplacedSample(n, f"number {n}", "is bad", LEFT_OUT) for n in (1, 9, 10)
     ]
 
 
@@ -272,10 +272,10 @@ def test_more_ranks_than_samples_leave_some_with_nothing() -> None:
 def test_the_budget_ends_at_the_first_sample_beyond_it(limit: int) -> None:
     budget = BadSampleBudget(limit)
     for n in range(limit):
-        budget.spend([Replaced(n, f"f{n}", "cut", 50)] * 3)
-    budget.spend([Replaced(99, "q", QUARANTINED, 50)])
+        budget.spend([ReplacedSample(n, f"f{n}", "cut", 50)] * 3)
+    budget.spend([ReplacedSample(99, "q", QUARANTINED, 50)])
     with pytest.raises(BadData, match=rf"{limit + 1} samples .* last: cut") as caught:
-        budget.spend([Replaced(77, "last", "cut", 50)])
+        budget.spend([ReplacedSample(77, "last", "cut", 50)])
     assert caught.value.exit_code == 65
     assert f"data.bad_samples={limit}" in caught.value.allowed
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.data.dataset import BadSample
-from halfstep.data.image_io import MaskClasses, mask_of
+from halfstep.data.image_io import MaskClasses, read_mask
 from halfstep.errors import BadData, WrongUse
 
 
@@ -28,7 +28,7 @@ def png(values: Any, mode: str | None = None, palette: list[int] | None = None) 
 
 
 def read(file: bytes | Path, name: str = "x.png", **meaning: Any) -> Tensor:
-    return mask_of(file, MaskClasses(**meaning), name)
+    return read_mask(file, MaskClasses(**meaning), name)
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "RGB", "RGBA", "LA"])

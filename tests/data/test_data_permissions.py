@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.break_test import drop_capabilities
-from halfstep.data.layout import data_place
+from halfstep.data.layout import resolve_data_path
 from halfstep.errors import BadData
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="root gives its rights up by capset")
@@ -26,9 +26,9 @@ def closed(tmp_path: Path) -> Iterator[Path]:
 
 
 def as_a_user(path: Path) -> Path:
-    """Call `data_place` in a thread without the rights of root; other threads keep theirs."""
+    """Call `resolve_data_path` in a thread without the rights of root; other threads keep theirs."""
     with ThreadPoolExecutor(1, initializer=drop_capabilities) as thread:
-        return thread.submit(data_place, str(path)).result()
+        return thread.submit(resolve_data_path, str(path)).result()
 
 
 @pytest.mark.wording

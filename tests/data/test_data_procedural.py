@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.data.image_io import scaled
+from halfstep.data.image_io import scale_to_unit_range
 from halfstep.data.synthetic.shapes import KINDS, ShapeLabels, ShapeMasks
 from halfstep.errors import WrongUse
 
@@ -62,7 +62,9 @@ def test_drawing_is_fast() -> None:
 def batch(source: Any, begin: int, end: int) -> tuple[Tensor, Tensor]:
     samples = [source.read(n) for n in range(begin, end)]
     target = "mask" if "mask" in samples[0] else "label"
-    return scaled(torch.stack([s["image"] for s in samples])) - 0.5, torch.stack([s[target] for s in samples]).long()
+    return scale_to_unit_range(torch.stack([s["image"] for s in samples])) - 0.5, torch.stack(
+        [s[target] for s in samples]
+    ).long()
 
 
 def conv(a: int, b: int, stride: int = 1) -> list[nn.Module]:

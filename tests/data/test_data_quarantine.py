@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from halfstep.data.dataset import Batch, Order, Sample, Samples, nonfinite_ids
+from halfstep.data.dataset import Batch, Order, Sample, Samples, find_nonfinite_samples
 from halfstep.data.loader import TrainLoader
 
 
@@ -21,9 +21,9 @@ def test_samples_with_numbers_that_are_not_finite_are_found(value: float) -> Non
         "scalar": torch.tensor(value),
         "other": torch.full((2,), value),
     }
-    assert nonfinite_ids(Batch(tensors, [10, 11, 12, 13], [])) == [11, 13]
-    assert nonfinite_ids(Batch({"x": torch.ones(2, 0)}, [1, 2], [])) == []
-    assert nonfinite_ids(Batch({}, [], [])) == []
+    assert find_nonfinite_samples(Batch(tensors, [10, 11, 12, 13], [])) == [11, 13]
+    assert find_nonfinite_samples(Batch({"x": torch.ones(2, 0)}, [1, 2], [])) == []
+    assert find_nonfinite_samples(Batch({}, [], [])) == []
 
 
 class OnePoisoned:
@@ -54,9 +54,9 @@ def test_a_sample_that_was_mixed_with_a_bad_one_is_not_blamed(workers: int) -> N
     loader = TrainLoader(samples, Order(8, 0), batch_size=4, collate=mixed, workers=workers, device=here)
     batches = [batch for window in loader.windows(epoch=0) for batch in window]
     assert sum(int(batch.tensors["image"].isnan().any(1).any(1).any(1).sum()) for batch in batches) == 2
-    assert [number for batch in batches for number in nonfinite_ids(batch)] == [5]
+    assert [number for batch in batches for number in find_nonfinite_samples(batch)] == [5]
 
 
 def test_what_mixing_itself_made_is_found_in_the_batch() -> None:
     batch = Batch({"x": torch.tensor([0.0, float("inf")])}, [3, 4], [], [])
-    assert nonfinite_ids(batch) == [4]
+    assert find_nonfinite_samples(batch) == [4]

@@ -17,7 +17,7 @@ from PIL import Image, ImageFile
 from faults.bad_images import BOMBS, DAMAGED, encoded, picture, with_chunk
 from halfstep.data import image_files, image_io
 from halfstep.data.dataset import BadSample
-from halfstep.data.image_io import read_image, scaled
+from halfstep.data.image_io import read_image, scale_to_unit_range
 
 
 def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -83,19 +83,19 @@ def test_sixteen_bits_keep_their_range(kind: str) -> None:
     assert tensor[0].tolist() == values.tolist()
     three = read_image(saved(Image.fromarray(values), kind), 3)
     assert three.shape == (3, 2, 3)
-    assert torch.equal(scaled(three)[2], scaled(tensor)[0])
-    assert scaled(tensor).max() == 1.0
-    assert scaled(tensor)[0, 0, 1] == pytest.approx(1 / 65535)
+    assert torch.equal(scale_to_unit_range(three)[2], scale_to_unit_range(tensor)[0])
+    assert scale_to_unit_range(tensor).max() == 1.0
+    assert scale_to_unit_range(tensor)[0, 0, 1] == pytest.approx(1 / 65535)
 
 
 def test_floating_tiff_comes_as_it_is() -> None:
     values = np.array([[-1.5, 0.0], [2.25, 1e6]], np.float32)
     tensor = read_image(saved(Image.fromarray(values), "TIFF"), 1)
-    assert scaled(tensor)[0].tolist() == values.tolist()
+    assert scale_to_unit_range(tensor)[0].tolist() == values.tolist()
 
 
 def test_scaling_goes_by_the_range_of_the_type() -> None:
-    assert scaled(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [0.0, 1.0]
+    assert scale_to_unit_range(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("channels", [2, 3, 7])

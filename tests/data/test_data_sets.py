@@ -30,7 +30,7 @@ from halfstep.data.sets import NAMES, cifar10, downloads, fashion_mnist, getting
 from halfstep.data.sets.downloads import DownloadFailed, RemoteFile
 from halfstep.data.shards import Shards
 from halfstep.errors import BadData, StorageFailed, UnknownName, Unsafe
-from halfstep.files import cache_folder
+from halfstep.files import find_cache_folder
 
 RANDOM = np.random.default_rng(0)
 
@@ -111,8 +111,8 @@ def cifar(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], 
 def test_cifar10_is_read_from_its_binary_archive(cifar: Callable[[bytes], None]) -> None:
     files, images, labels = cifar_files()
     cifar(tar(files))
-    folder, counts = getting.get("cifar10")
-    assert (folder, counts) == (cache_folder() / "data" / "cifar10", {"train": 10, "val": 2})
+    folder, counts = getting.fetch_dataset("cifar10")
+    assert (folder, counts) == (find_cache_folder() / "data" / "cifar10", {"train": 10, "val": 2})
     read = [source.read(n) for source in (Shards(folder / "train"), Shards(folder / "val")) for n in range(len(source))]
     assert [int(sample["label"]) for sample in read] == labels
     assert np.array_equal(np.stack([sample["image"].permute(1, 2, 0).numpy() for sample in read]), images)
@@ -138,8 +138,8 @@ def test_an_archive_with_other_content_leaves_nothing(
 ) -> None:
     cifar(change(cifar_files()[0]))
     with pytest.raises(error):
-        getting.get("cifar10")
-    assert [path.name for path in (cache_folder() / "data").iterdir()] == [getting.DOWNLOADS]
+        getting.fetch_dataset("cifar10")
+    assert [path.name for path in (find_cache_folder() / "data").iterdir()] == [getting.DOWNLOADS]
 
 
 def test_members_that_lead_elsewhere_are_not_written(tmp_path: Path, cifar: Callable[[bytes], None]) -> None:
@@ -147,7 +147,7 @@ def test_members_that_lead_elsewhere_are_not_written(tmp_path: Path, cifar: Call
     outside = tmp_path / "outside"
     cifar(tar({**files, "../../../../outside": b"x", str(outside): b"x"}, link("cifar-10-batches-bin", "/")))
     before = {path for path in tmp_path.rglob("*") if "cache" not in path.parts}
-    folder, _ = getting.get("cifar10")
+    folder, _ = getting.fetch_dataset("cifar10")
     assert {path for path in tmp_path.rglob("*") if "cache" not in path.parts} == before
     assert sorted(path.name for path in folder.iterdir()) == ["classes.txt", "train", "val"]
 
@@ -163,7 +163,7 @@ def test_fashion_mnist_is_read_by_torchvision(mirror: Mirror, monkeypatch: pytes
         labels = struct.pack(">II", 0x801, len(some)) + bytes(range(10)[part])
         files.append(mirror.put(f"{name}-labels-idx1-ubyte.gz", gzip.compress(labels)))
     monkeypatch.setattr(fashion_mnist, "FILES", tuple(files))
-    folder, counts = getting.get("fashion_mnist")
+    folder, counts = getting.fetch_dataset("fashion_mnist")
     assert counts == {"train": 3, "val": 2}
     val = Shards(folder / "val", channels=1)
     assert [int(val.read(n)["label"]) for n in range(2)] == [3, 4]
@@ -197,7 +197,7 @@ def publish_pets(mirror: Mirror, monkeypatch: pytest.MonkeyPatch, lists: dict[st
 
 def test_oxford_pets_has_masks_and_a_folder_per_breed(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
     publish_pets(mirror, monkeypatch)
-    folder, _ = getting.get("oxford_pets")
+    folder, _ = getting.fetch_dataset("oxford_pets")
     train = folder / "segmentation" / "train"
     pairs = ImageMaskPairs(train / "images", train / "masks", classes=3)
     assert pairs.read(0)["mask"][0].tolist() == [1, 0, 2, 1, 0, 2, 0, 0]
@@ -214,8 +214,8 @@ def test_oxford_pets_has_masks_and_a_folder_per_breed(mirror: Mirror, monkeypatc
 def test_a_list_that_names_other_files_is_refused(mirror: Mirror, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     publish_pets(mirror, monkeypatch, {**PETS, "test": ["Abyssinian_4", name]})
     with pytest.raises(DownloadFailed, match="annotations"):
-        getting.get("oxford_pets")
-    assert not getting.is_here("oxford_pets")
+        getting.fetch_dataset("oxford_pets")
+    assert not getting.is_set_cached("oxford_pets")
 
 
 def fetch(file: RemoteFile, folder: Path) -> Path:
@@ -287,18 +287,18 @@ def test_nothing_is_kept_of_a_set_that_was_not_finished(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(error):
-        getting.get("s", {"s": a_set({"train": 3}, {"train": 2}, failure)})
-    assert [path.name for path in (cache_folder() / "data").iterdir()] == [getting.DOWNLOADS]
+        getting.fetch_dataset("s", {"s": a_set({"train": 3}, {"train": 2}, failure)})
+    assert [path.name for path in (find_cache_folder() / "data").iterdir()] == [getting.DOWNLOADS]
 
 
 def test_a_set_that_is_there_is_counted_and_not_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ours = a_set({"train": 3, "val": 1}, {"train": 3, "val": 1})
-    assert not getting.is_here("s")
-    folder, counts = getting.get("s", {"s": ours})
-    assert (folder, counts) == (cache_folder() / "data" / "s", {"train": 3, "val": 1})
+    assert not getting.is_set_cached("s")
+    folder, counts = getting.fetch_dataset("s", {"s": ours})
+    assert (folder, counts) == (find_cache_folder() / "data" / "s", {"train": 3, "val": 1})
     ours.make = ours.fetch = None
-    assert getting.get("s", {"s": ours}) == (folder, counts)
+    assert getting.fetch_dataset("s", {"s": ours}) == (folder, counts)
 
 
 def test_shards_are_the_same_bytes_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def test_masks_of_buildings_have_every_neighbour_and_no_courtyard() -> None:
     assert set(np.unique(mask)) == {0, 255}
 
 
-@pytest.mark.parametrize("module", [*getting.known_sets().values(), *SETS.values()])
+@pytest.mark.parametrize("module", [*getting.import_known_sets().values(), *SETS.values()])
 def test_every_set_has_what_a_set_needs(module: ModuleType) -> None:
     assert sum(module.COUNTS.values()) > 0
     assert len(module.ABOUT) < 100
@@ -335,7 +335,7 @@ def test_every_set_has_what_a_set_needs(module: ModuleType) -> None:
 @pytest.mark.wording
 def test_a_set_that_is_not_known_is_told_the_nearest() -> None:
     with pytest.raises(UnknownName, match="did you mean 'cifar10'"):
-        getting.get("cifar_10")
+        getting.fetch_dataset("cifar_10")
 
 
 def test_the_command_lists_them() -> None:

@@ -21,11 +21,11 @@ from faults.bad_images import DAMAGED, encoded, picture
 from halfstep.data import shard_index, tar_members
 from halfstep.data import shards as shards_module
 from halfstep.data.dataset import BadSample, Samples, Subset
-from halfstep.data.shards import Shards, shard_paths
+from halfstep.data.shards import Shards, list_shard_paths
 from halfstep.errors import BadData, Unsafe
-from halfstep.files import cache_folder
+from halfstep.files import find_cache_folder
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import refuse_early, resolved_recipe
+from halfstep.runs.resolve import refuse_early, resolve_run_recipe
 
 
 def write(path: Path, samples: list[dict[str, Any]]) -> Path:
@@ -87,7 +87,7 @@ def test_a_loader_reads_a_batch_ahead_and_knows_which_sample_hangs(
 
 
 def test_the_index_says_what_webdataset_reads(shards: Path) -> None:
-    urls = [str(path) for path in shard_paths(shards)]
+    urls = [str(path) for path in list_shard_paths(shards)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # webdataset leaves its files to be collected
         theirs = list(webdataset.WebDataset(urls, shardshuffle=False, empty_check=False))
@@ -98,15 +98,15 @@ def test_the_index_says_what_webdataset_reads(shards: Path) -> None:
 
 @pytest.mark.wording
 def test_folders_files_and_patterns_are_the_same(shards: Path) -> None:
-    assert shard_paths(f"{shards}/train-{{000..002}}.tar") == shard_paths(shards)
+    assert list_shard_paths(f"{shards}/train-{{000..002}}.tar") == list_shard_paths(shards)
     assert len(Shards(shards / "train-001.tar")) == 5
-    assert len(shard_paths(f"{shards}/train-{{001..002}}.tar")) == 2
+    assert len(list_shard_paths(f"{shards}/train-{{001..002}}.tar")) == 2
     with pytest.raises(BadData, match=r"train-003\.tar does not exist"):
         Shards(f"{shards}/train-{{000..003}}.tar")
     with pytest.raises(BadData, match="at most"):
-        shard_paths("x-{0..99999999999}.tar")
+        list_shard_paths("x-{0..99999999999}.tar")
     with pytest.raises(BadData, match="counts from"):
-        shard_paths("x-{9..1}.tar")
+        list_shard_paths("x-{9..1}.tar")
 
 
 @pytest.mark.wording
@@ -115,13 +115,13 @@ def test_folders_files_and_patterns_are_the_same(shards: Path) -> None:
 )
 def test_a_pattern_that_stands_for_too_much_is_refused_before_it_is_written_out(pattern: str) -> None:
     with pytest.raises(BadData, match="at most 100,000 shards in all"):
-        shard_paths(pattern)
+        list_shard_paths(pattern)
 
 
 def test_several_ranges_count_like_a_clock(tmp_path: Path) -> None:
     for name in ("a-0-08.tar", "a-0-09.tar", "a-1-08.tar", "a-1-09.tar"):
         (tmp_path / name).touch()
-    paths = shard_paths(f"{tmp_path}/a-{{0..1}}-{{08..09}}.tar")
+    paths = list_shard_paths(f"{tmp_path}/a-{{0..1}}-{{08..09}}.tar")
     assert [path.name for path in paths] == ["a-0-08.tar", "a-0-09.tar", "a-1-08.tar", "a-1-09.tar"]
 
 
@@ -170,7 +170,7 @@ def test_a_cache_that_cannot_be_written_costs_no_run(shards: Path, monkeypatch: 
 @pytest.mark.parametrize("content", [b"", b"{", b"halfstep index 1" * 30])
 def test_a_damaged_index_is_made_anew(shards: Path, content: bytes) -> None:
     Shards(shards)
-    for kept in (cache_folder() / "shards").glob("*.index"):
+    for kept in (find_cache_folder() / "shards").glob("*.index"):
         kept.write_bytes(content)
     assert Shards(shards).read(3)["label"] == 0
 
@@ -284,7 +284,7 @@ def test_an_empty_folder_and_links_out_of_it(tmp_path: Path, shards: Path) -> No
 def test_a_run_takes_a_pattern_of_shards_and_refuses_a_path_without_data(shards: Path, tmp_path: Path) -> None:
     def refused(path: str) -> None:
         settings = ["data.name=shards", f"data.path={path}", f"run.dir={tmp_path}/run"]
-        refuse_early(resolved_recipe(read_recipe("classification_tiny"), settings), new=False, accepted=())
+        refuse_early(resolve_run_recipe(read_recipe("classification_tiny"), settings), new=False, accepted=())
 
     refused(f"{shards}/train-{{000..002}}.tar")
     with pytest.raises(BadData):

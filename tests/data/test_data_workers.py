@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 from halfstep.data import loader
 from halfstep.data.dataset import Order, Sample, Samples
-from halfstep.data.loader import ReadPace, choose_workers, chosen, measured
+from halfstep.data.loader import ReadPace, choose_workers, choose_workers_for_pace, measure_read_pace
 
 
 class Slow:
@@ -44,14 +44,14 @@ class Slow:
     ],
 )
 def test_the_choice_and_its_reason(pace: ReadPace, cores: int, on_cores: bool, expected: int, because: str) -> None:
-    number, reason = chosen(pace, cores, on_cores)
+    number, reason = choose_workers_for_pace(pace, cores, on_cores)
     assert number == expected
     assert because in reason
 
 
 def test_waiting_is_told_from_working() -> None:
     samples = Samples(Slow(0.004), dict, 0)
-    pace = measured(samples, Order(1000, 0), default_collate, 4)
+    pace = measure_read_pace(samples, Order(1000, 0), default_collate, 4)
     assert 0.014 < pace.seconds < 0.2
     assert pace.waiting > 0.5
 

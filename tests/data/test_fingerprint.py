@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from halfstep.data import fingerprint as module
-from halfstep.data.dataset import Subset, split
+from halfstep.data.dataset import Subset, split_source
 from halfstep.data.file_state import BLOCK
 from halfstep.data.fingerprint import NOT_READ, UNREADABLE, Fingerprint, different, fingerprint
 from halfstep.data.folders import ImageFolder
@@ -82,7 +82,7 @@ def test_the_seed_of_hashes_does_not_matter(pairs: Path, monkeypatch: pytest.Mon
     code = (
         "import sys, json; from halfstep.data import fingerprint as f; from halfstep.data.folders import *;"
         "f.MOST_WHOLE_BYTES = 100; f.SAMPLED_FILES = 3;"
-        "print(json.dumps(f.fingerprint(ImageMaskPairs(*folders_under(sys.argv[1]))).as_dict()))"
+        "print(json.dumps(f.fingerprint(ImageMaskPairs(*resolve_pair_folders(sys.argv[1]))).as_dict()))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(pairs)],
@@ -100,7 +100,7 @@ def test_the_seed_of_hashes_does_not_matter(pairs: Path, monkeypatch: pytest.Mon
 
 def test_subsets_share_the_files_of_their_source(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = opened(pairs)
-    parts = fingerprint(*split(source, 0.4)).parts
+    parts = fingerprint(*split_source(source, 0.4)).parts
     keys = [row.key for part in parts for row in part.rows or ()]
     assert len(keys) == 12
     assert sorted(keys) == [row.key for row in only(fingerprint(source)).rows or ()]
@@ -128,10 +128,10 @@ def test_shards_are_named_from_the_folder_that_holds_them_all(tmp_path: Path) ->
 
 def test_other_samples_of_the_same_shards_are_other_data(tmp_path: Path) -> None:
     source = Shards(shard(tmp_path / "s.tar", range(8)))
-    train, val = split(source, 0.3)
+    train, val = split_source(source, 0.3)
     before = fingerprint(train, val)
-    assert different(before, fingerprint(*split(source, 0.3))) == []
-    assert different(before, fingerprint(*split(source, 0.8)))
+    assert different(before, fingerprint(*split_source(source, 0.3))) == []
+    assert different(before, fingerprint(*split_source(source, 0.8)))
     other = Subset(source, [*train.numbers[1:], train.numbers[0]])
     assert different(fingerprint(train), fingerprint(other)) == [
         "the same shards, with other samples or in another order"
@@ -143,8 +143,8 @@ def test_other_samples_of_the_same_shards_are_other_data(tmp_path: Path) -> None
 def test_a_file_of_two_sources_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = OwnFiled(put(tmp_path / "s", b"x").parent, ["s"] * 8)
     read: list[str] = []
-    real = module._content
-    monkeypatch.setattr(module, "_content", lambda path, starts: [read.append(path), real(path, starts)][1])
+    real = module._read_content_digest
+    monkeypatch.setattr(module, "_read_content_digest", lambda path, starts: [read.append(path), real(path, starts)][1])
     train, val = fingerprint(Subset(source, [0, 2]), Subset(source, [1])).parts
     assert read == [str(tmp_path / "s")]
     assert train.rows == val.rows
@@ -171,7 +171,7 @@ def test_what_cannot_be_read_is_no_error(pairs: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file whose reading fails")
 def test_a_file_that_fails_while_it_is_read_is_unreadable() -> None:
-    assert module._content("/proc/self/mem", [0]) == UNREADABLE
+    assert module._read_content_digest("/proc/self/mem", [0]) == UNREADABLE
 
 
 def test_an_empty_source_and_an_empty_file(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_drawn_samples_are_told_by_their_names() -> None:
     assert different(before, fingerprint(ShapeMasks(32, size=16))) == ["2 samples added, the first shapes 0/30"]
     other = different(before, fingerprint(ShapeMasks(30, size=16, seed=1)))
     assert other == ["30 samples added, the first shapes 1/0", "30 samples removed, the first shapes 0/0"]
-    train, val = split(ShapeMasks(30, size=16), 0.2)
+    train, val = split_source(ShapeMasks(30, size=16), 0.2)
     assert [part.count for part in fingerprint(train, val).parts] == [len(train), len(val)]
 
 

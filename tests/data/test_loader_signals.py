@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from halfstep.data.dataset import Order, Sample, Samples
 from halfstep.data.loader import TrainLoader
-from halfstep.train.signals import Stopping
+from halfstep.train.signals import StopSignalHandler
 from tests.support.forked_python import ForkedPython
 
 SIZE = 30
@@ -67,7 +67,7 @@ def first(read: Any) -> list[float]:
 
 
 def reads_all(then: float = 0.05) -> None:
-    with Stopping() as stopping:
+    with StopSignalHandler() as stopping:
         read = windows(then)
         found = first(read)
         found += [float(window[0].tensors["x"]) for window in read]
@@ -75,7 +75,7 @@ def reads_all(then: float = 0.05) -> None:
 
 
 def closes() -> None:
-    with Stopping() as stopping:
+    with StopSignalHandler() as stopping:
         read = windows(LONG)
         first(read)
         time.sleep(0.2)  # they are at their second sample
@@ -108,7 +108,7 @@ def begins_in_a_storm() -> None:
             os.killpg(0, signal.SIGTERM)
             time.sleep(0.001)
 
-    with Stopping() as stopping:
+    with StopSignalHandler() as stopping:
         thread = threading.Thread(target=storm)
         thread.start()
         counts = [sum(1 for _ in windows(0.0, size=4)) for _ in range(5)]

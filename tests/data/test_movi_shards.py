@@ -14,10 +14,10 @@ import torch
 from halfstep.data.dataset import BadSample
 from halfstep.data.movi import MoviShards
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps
-from halfstep.data.video import Windows
+from halfstep.data.video import ClipWindows
 from halfstep.errors import BadData
 from halfstep.tasks.options.slots import SlotsData
-from halfstep.tasks.shared.sources import clips, has_masks
+from halfstep.tasks.shared.sources import build_clip_sources, has_object_masks
 from tests.support.movi import packed, write_movi
 
 
@@ -32,7 +32,7 @@ def put(shard: Path, members: dict[str, bytes]) -> None:
 def test_a_clip_is_what_was_drawn(tmp_path: Path) -> None:
     drawn = MovingSprites(ShapeStamps(), 5, 16, 6, 3)
     write_movi(tmp_path, {"train": range(3), "validation": range(3, 5)}, drawn)
-    found = Windows(MoviShards(tmp_path), 6)
+    found = ClipWindows(MoviShards(tmp_path), 6)
     assert len(found) == 3
     assert len(MoviShards(tmp_path, "validation")) == 2
     for number in range(3):
@@ -46,10 +46,10 @@ def test_a_clip_is_what_was_drawn(tmp_path: Path) -> None:
 def test_a_recipe_reads_the_split_or_divides_the_recordings(tmp_path: Path) -> None:
     write_movi(tmp_path, {"train": range(6), "validation": range(6, 8)}, MovingSprites(ShapeStamps(), 8, 16, 6, 3))
     data = SlotsData(name="movi", path=str(tmp_path), val="validation", size=16, frames=3)
-    both = clips(data)
+    both = build_clip_sources(data)
     assert (len(both["train"]), len(both["val"])) == (12, 4)  # six frames are two clips of three
-    assert has_masks(data)
-    shared = clips(data.model_copy(update={"val": 0.5}))
+    assert has_object_masks(data)
+    shared = build_clip_sources(data.model_copy(update={"val": 0.5}))
     assert len(shared["train"]) + len(shared["val"]) == 12
     names = [{shared[side].name(n).partition(" ")[0] for n in range(len(shared[side]))} for side in ("train", "val")]
     assert not names[0] & names[1]
@@ -77,7 +77,7 @@ def test_shards_without_segmentations_have_no_masks(tmp_path: Path) -> None:
 def test_a_damaged_recording_is_a_bad_sample(tmp_path: Path, video: bytes, said: str) -> None:
     good = packed(np.zeros((3, 4, 4, 3), np.uint8))
     put(tmp_path / "movi_e-train-000000.tar", {"0.video.npy": good, "1.video.npy": video})
-    windows = Windows(MoviShards(tmp_path), 3)
+    windows = ClipWindows(MoviShards(tmp_path), 3)
     assert len(windows) == 2
     assert windows.read(0)["image"].shape == (3, 3, 4, 4)
     with pytest.raises(BadSample, match=said):

@@ -18,7 +18,7 @@ from safetensors.torch import save_file as save_tensors
 from benchmarks.sets import dsprites
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.sets.downloads import DownloadFailed
-from halfstep.data.synthetic.moving_sprites import FILE, MovingSprites, ShapeStamps, SpriteStamps, trimmed
+from halfstep.data.synthetic.moving_sprites import FILE, MovingSprites, ShapeStamps, SpriteStamps, trim_mask
 from halfstep.errors import BadData, WrongUse
 
 
@@ -84,7 +84,7 @@ def test_a_thing_moves_keeps_its_form_and_stays_in_the_frame() -> None:
     moved = 0
     for n in range(30):
         mask = MovingSprites(ShapeStamps(), 30, 48, 12, objects=1).read(n)["mask"].numpy() == 1
-        forms = [trimmed(frame) for frame in mask]
+        forms = [trim_mask(frame) for frame in mask]
         assert all(np.array_equal(form, forms[0]) for form in forms)
         corners = [tuple(np.argwhere(frame).min(0)) for frame in mask]
         steps = [np.hypot(*np.subtract(a, b)) for a, b in itertools.pairwise(corners)]
@@ -97,7 +97,7 @@ def test_things_bounce_rather_than_leave_or_jump() -> None:
     """Over a long clip a thing comes near both sides again and again."""
     mask = MovingSprites(ShapeStamps(), 5, 32, 256, objects=1).read(3)["mask"].numpy()
     tops = np.array([np.argwhere(frame).min(0) for frame in mask])
-    room = 32 - np.array(trimmed(mask[0] == 1).shape)
+    room = 32 - np.array(trim_mask(mask[0] == 1).shape)
     turning = (np.diff(np.sign(np.diff(tops, axis=0)), axis=0) != 0).sum(0)
     assert turning.max() >= 4
     assert (tops.min(0) >= 0).all()

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from faults.bad_images import encoded, picture
-from halfstep.data.choose_order import choose_order, order_facts
-from halfstep.data.dataset import BadSample, split
+from halfstep.data.choose_order import choose_order, measure_order
+from halfstep.data.dataset import BadSample, split_source
 from halfstep.data.fingerprint import different, fingerprint
 from halfstep.data.parquet_shards import ParquetShards, open_shards
-from halfstep.data.shard_check import find_shard_change
+from halfstep.data.shard_check import describe_shard_change
 from halfstep.data.shards import Shards
 from halfstep.errors import BadData, MissingExtra
 
@@ -64,11 +64,11 @@ def test_masks_come_with_their_images(tmp_path: Path) -> None:
 
 
 def test_a_share_and_its_order(tmp_path: Path) -> None:
-    train, _ = split(open_shards(write(tmp_path / "a.parquet", 2000, groups=50)), 0.1)
+    train, _ = split_source(open_shards(write(tmp_path / "a.parquet", 2000, groups=50)), 0.1)
     order = choose_order(train, None, 8)
     assert (order.name, order.chunk) == ("windows", 50), "a row group is read whole"
     assert choose_order(train, "all", 8).name == "randperm"
-    facts = order_facts(order, train, train.seal.shards, 8)  # type: ignore[union-attr]
+    facts = measure_order(order, train, train.seal.shards, 8)  # type: ignore[union-attr]
     assert 1.0 < facts.read_ratio < 4.0
     assert "chunks of 50 samples" in str(facts)
 
@@ -85,7 +85,7 @@ def test_other_bytes_are_found(tmp_path: Path, damage: str) -> None:
         write(path, 40, begin=3)
     with pytest.raises(BadSample, match=r"shard|indexed"):
         [source.read(n) for n in range(40)]
-    assert find_shard_change(source, 0)
+    assert describe_shard_change(source, 0)
 
 
 @pytest.mark.wording

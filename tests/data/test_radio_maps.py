@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.data.dataset import without_image
+from halfstep.data.dataset import read_without_image
 from halfstep.data.synthetic.radio_maps import (
     EXPONENT,
     LOST_IN_SHADOW,
@@ -20,7 +20,7 @@ from halfstep.data.synthetic.radio_maps import (
     RANGE,
     RadioMaps,
     _count_crossings,
-    radio_field,
+    compute_radio_field,
 )
 from halfstep.errors import WrongUse
 
@@ -31,8 +31,8 @@ def test_a_sample_is_a_function_of_seed_and_index() -> None:
         assert torch.equal(first.read(5)[part], again.read(5)[part])
         assert not torch.equal(first.read(5)[part], other.read(5)[part])
         assert not torch.equal(first.read(5)[part], first.read(6)[part])
-    assert torch.equal(without_image(first, 5)["condition"], first.read(5)["condition"])
-    assert set(without_image(first, 5)) == {"condition"}
+    assert torch.equal(read_without_image(first, 5)["condition"], first.read(5)["condition"])
+    assert set(read_without_image(first, 5)) == {"condition"}
     assert len({first.name(n) for n in range(9)} | {other.name(n) for n in range(9)}) == 18
 
 
@@ -102,7 +102,7 @@ def test_rays_meet_what_lies_on_the_line() -> None:
 
 @pytest.mark.parametrize("place", [(20, 31), (0, 0), (63, 5)])
 def test_over_open_ground_the_field_falls_with_the_logarithm_of_the_distance(place: tuple[int, int]) -> None:
-    field = radio_field(np.zeros((64, 64), bool), place)
+    field = compute_radio_field(np.zeros((64, 64), bool), place)
     for row, column in ((20, 40), (63, 63), (0, 1), (5, 60)):
         metres = max(math.hypot(row - place[0], column - place[1]) * METRES / 64, NEAREST)
         assert field[row, column] == pytest.approx(1 - 10 * EXPONENT * math.log10(metres / NEAREST) / RANGE, abs=1e-6)
@@ -111,7 +111,7 @@ def test_over_open_ground_the_field_falls_with_the_logarithm_of_the_distance(pla
 def test_behind_a_building_there_is_a_shadow_with_a_soft_edge() -> None:
     built = np.zeros((64, 64), bool)
     built[28:37, 30:36] = True
-    lost = (radio_field(np.zeros_like(built), (32, 8)) - radio_field(built, (32, 8))) * RANGE
+    lost = (compute_radio_field(np.zeros_like(built), (32, 8)) - compute_radio_field(built, (32, 8))) * RANGE
     walls = 6 * METRES / 64 * LOST_IN_WALLS
     assert lost[32, 50] == pytest.approx(LOST_IN_SHADOW * (1 - math.exp(-walls / LOST_IN_SHADOW)), rel=0.05)
     assert abs(lost[:, :28]).max() < 0.01, "nothing is lost before the building"
@@ -123,7 +123,7 @@ def test_behind_a_building_there_is_a_shadow_with_a_soft_edge() -> None:
 
 @pytest.mark.parametrize("built", [np.ones((16, 16), bool), np.zeros((8, 8), bool)])
 def test_fields_stay_in_range_where_all_is_built_or_nothing(built: np.ndarray[Any, Any]) -> None:
-    field = radio_field(built, (3, 7))
+    field = compute_radio_field(built, (3, 7))
     assert np.isfinite(field).all()
     assert field.min() >= 0.0
     assert field.max() <= 1.0

@@ -18,15 +18,15 @@ import pytest
 
 from faults.bad_images import encoded, picture
 from halfstep.data import held_out
-from halfstep.data.dataset import BadSample, Subset, split
-from halfstep.data.fingerprint import Fingerprint, different, fingerprint, fingerprint_of_files
-from halfstep.data.layout import held_out_by_place, place_of
-from halfstep.data.shard_check import BackgroundCheck, find_shard_change
-from halfstep.data.shard_index import PAGE, beside, cached_path, write_index
-from halfstep.data.shards import Shards, shard_set_at
-from halfstep.data.tar_members import opened_tar
+from halfstep.data.dataset import BadSample, Subset, split_source
+from halfstep.data.fingerprint import Fingerprint, compute_file_fingerprint, different, fingerprint
+from halfstep.data.layout import compute_split_position, select_validation_by_position
+from halfstep.data.shard_check import BackgroundCheck, describe_shard_change
+from halfstep.data.shard_index import PAGE, resolve_cached_index_path, resolve_index_path, write_index
+from halfstep.data.shards import Shards, build_shard_set
+from halfstep.data.tar_members import open_tar
 from halfstep.errors import BadData
-from halfstep.files import cache_folder
+from halfstep.files import find_cache_folder
 from tests.data.fingerprinted import round_trip, shard
 
 
@@ -83,7 +83,7 @@ def test_members_are_those_of_tarfile(tmp_path: Path, form: int) -> None:
     with tarfile.open(tmp_path / "a.tar") as archive:
         wanted = [(one.name, one.offset_data, one.size) for one in archive if one.isfile()]
     for at_once in (1024, 4096, 2**22):
-        with opened_tar(tmp_path / "a.tar", at_once) as tar:
+        with open_tar(tmp_path / "a.tar", at_once) as tar:
             assert [(os.fsdecode(one.name), one.at, one.size) for one in tar.members()] == wanted
 
 
@@ -106,13 +106,13 @@ def test_parts_that_lie_apart_are_one_sample(tmp_path: Path) -> None:
 def test_an_index_next_to_the_shards_is_used_and_no_shard_is_opened(tmp_path: Path) -> None:
     for n in range(3):
         small(tmp_path / "set" / f"{n}.tar", 700, n * 700)
-    path = beside(tmp_path / "set", shard_set_at(tmp_path / "set"))
-    write_index(tmp_path / "set", shard_set_at(tmp_path / "set"), silent)
+    path = resolve_index_path(tmp_path / "set", build_shard_set(tmp_path / "set"))
+    write_index(tmp_path / "set", build_shard_set(tmp_path / "set"), silent)
     assert path.name == "halfstep.index"
-    assert not list((cache_folder() / "shards").glob("*.index"))
+    assert not list((find_cache_folder() / "shards").glob("*.index"))
     seen = opened_shards()
     source = Shards(tmp_path / "set")
-    fingerprint(*split(source, 0.1))
+    fingerprint(*split_source(source, 0.1))
     assert (len(source), source.index.path, seen) == (2100, path, [])
     small(tmp_path / "set" / "1.tar", 701, 700)
     assert len(Shards(tmp_path / "set")) == 2101, "its table does not match"
@@ -122,7 +122,7 @@ def test_a_pattern_and_a_file_have_indexes_of_their_own(tmp_path: Path) -> None:
     for n in range(2):
         small(tmp_path / f"a-{n}.tar", 5)
     for root in (tmp_path / "a-0.tar", f"{tmp_path}/a-{{0..1}}.tar"):
-        index = write_index(root, shard_set_at(root), silent)
+        index = write_index(root, build_shard_set(root), silent)
         assert index.path == Path(f"{root}.index")
         assert Shards(root).index.path == index.path
 
@@ -170,13 +170,13 @@ def test_a_killed_scan_continues_where_it_was(tmp_path: Path) -> None:
     assert ends == [-signal.SIGKILL, -signal.SIGKILL, 0], "3 + 3 + 2 scans of 8 shards"
     found = (tmp_path / "set" / "halfstep.index").read_bytes()
     os.unlink(tmp_path / "set" / "halfstep.index")
-    write_index(tmp_path / "set", shard_set_at(tmp_path / "set"), silent)
+    write_index(tmp_path / "set", build_shard_set(tmp_path / "set"), silent)
     assert (tmp_path / "set" / "halfstep.index").read_bytes() == found
     assert sorted(one.name for one in (tmp_path / "set").iterdir()) == [
         *(f"{n}.tar" for n in range(8)),
         "halfstep.index",
     ]
-    assert not list((cache_folder() / "shards" / "parts").iterdir())
+    assert not list((find_cache_folder() / "shards" / "parts").iterdir())
 
 
 def test_a_worker_gets_the_index_and_not_its_content(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.wording
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     root = small(tmp_path / "a.tar", 3 * PAGE)
-    write_index(root, shard_set_at(root), silent)
+    write_index(root, build_shard_set(root), silent)
     path = Path(f"{root}.index")
     whole, rows = path.read_bytes(), 24 * 3 * PAGE
     for at in (17, 17 + 4 * PAGE, 16 + rows + 20, len(whole) - 200, len(whole) - 60, len(whole) - 5, 3):
@@ -210,7 +210,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
                     [source.index.row(n) for n in range(len(source))]
                 assert str(path) in caught.value.do
             else:
-                cached_path(shard_set_at(root)).unlink()  # made anew, because the file could not be opened
+                resolve_cached_index_path(
+                    build_shard_set(root)
+                ).unlink()  # made anew, because the file could not be opened
         finally:
             path.write_bytes(whole)
     assert Shards(root).index.path == path
@@ -219,7 +221,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
 @pytest.mark.wording
 def test_a_page_is_verified_when_it_is_first_used(tmp_path: Path) -> None:
     root = small(tmp_path / "a.tar", 3 * PAGE)
-    write_index(root, shard_set_at(root), silent)
+    write_index(root, build_shard_set(root), silent)
     flip(Path(f"{root}.index"), 16 + 4 * PAGE + 40)
     source = Shards(root)
     assert source.index.row(PAGE - 1).image > 0
@@ -241,9 +243,9 @@ def test_a_share_has_the_samples_that_the_names_choose(tmp_path: Path, share: fl
     for n, count in enumerate((700, 1, 5000, 403)):
         small(tmp_path / "set" / f"{n}.tar", count)
     source = Shards(tmp_path / "set")
-    chosen = held_out_by_place([place_of(source.key(n)) for n in range(len(source))], share)
+    chosen = select_validation_by_position([compute_split_position(source.key(n)) for n in range(len(source))], share)
     for _ in range(2):  # made, and kept
-        train, val = split(source, share)
+        train, val = split_source(source, share)
         assert list(val.numbers) == sorted(chosen)
         assert list(train.numbers) == sorted(set(range(len(source))) - chosen)
         assert train.numbers[-1] == max(set(range(len(source))) - chosen)
@@ -252,14 +254,14 @@ def test_a_share_has_the_samples_that_the_names_choose(tmp_path: Path, share: fl
 
 def test_a_share_is_made_once_and_one_that_was_edited_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Shards(small(tmp_path / "a.tar", 2000))
-    before = list(split(source, 0.25)[1].numbers)
-    (kept,) = (cache_folder() / "shards").glob("*.val-0.25")
+    before = list(split_source(source, 0.25)[1].numbers)
+    (kept,) = (find_cache_folder() / "shards").glob("*.val-0.25")
     real = held_out._select_held_out
     monkeypatch.setattr(held_out, "_select_held_out", None)
-    assert list(split(source, 0.25)[1].numbers) == before
+    assert list(split_source(source, 0.25)[1].numbers) == before
     flip(kept, kept.stat().st_size - 400)
     monkeypatch.setattr(held_out, "_select_held_out", real)
-    assert list(split(source, 0.25)[1].numbers) == before
+    assert list(split_source(source, 0.25)[1].numbers) == before
 
 
 # -- fingerprint ------------------------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ def three(folder: Path) -> Path:
 
 def test_changes_name_the_shards_and_then_the_samples(tmp_path: Path) -> None:
     root = three(tmp_path / "set")
-    before = round_trip(fingerprint(*split(Shards(root), 0.2)))
+    before = round_trip(fingerprint(*split_source(Shards(root), 0.2)))
     with tarfile.open(root / "s-1.tar", "w") as archive:
         for n in range(5, 10):
             for name, content in (
@@ -283,11 +285,13 @@ def test_changes_name_the_shards_and_then_the_samples(tmp_path: Path) -> None:
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
-    said = different(before, fingerprint(*split(Shards(root), 0.2)))
+    said = different(before, fingerprint(*split_source(Shards(root), 0.2)))
     assert any("1 shard changed: s-1.tar" in line for line in said)
     assert any(f"1 sample changed in s-1.tar, the first {root}/s-1.tar/0007" in line for line in said)
     (root / "s-1.tar").unlink()
-    assert any("1 shard removed: s-1.tar" in line for line in different(before, fingerprint(*split(Shards(root), 0.2))))
+    assert any(
+        "1 shard removed: s-1.tar" in line for line in different(before, fingerprint(*split_source(Shards(root), 0.2)))
+    )
 
 
 def test_the_place_of_the_set_and_its_times_do_not_count(tmp_path: Path) -> None:
@@ -305,12 +309,12 @@ SAVED = Path(__file__).parent / "fingerprint_before_index.json"
 
 def test_a_fingerprint_from_before_the_index_is_accepted(tmp_path: Path) -> None:
     root = three(tmp_path / "set")
-    for name, sources in (("whole", [Shards(root)]), ("divided", list(split(Shards(root), 0.3)))):
+    for name, sources in (("whole", [Shards(root)]), ("divided", list(split_source(Shards(root), 0.3)))):
         saved = Fingerprint.from_dict(json.loads(SAVED.read_text())[name])
-        assert fingerprint_of_files(*sources) == saved
+        assert compute_file_fingerprint(*sources) == saved
         assert different(saved, fingerprint(*sources)) == []
     shard(root / "s-2.tar", range(11, 16))
-    assert different(saved, fingerprint(*split(Shards(root), 0.3)))
+    assert different(saved, fingerprint(*split_source(Shards(root), 0.3)))
 
 
 # -- verified ---------------------------------------------------------------------------------------------------------
@@ -320,16 +324,16 @@ def replace_unseen(source: Shards, path: Path, content: bytes) -> None:
     """Write another content of the same size, as if the file system noted no times."""
     assert len(content) == path.stat().st_size
     path.write_bytes(content)
-    source._states[:] = shard_set_at(path).states
+    source._states[:] = build_shard_set(path).states
 
 
 @pytest.mark.wording
 def test_a_shard_replaced_after_indexing_is_named_with_its_sample(tmp_path: Path) -> None:
     path = small(tmp_path / "a.tar", 60)
     source = Shards(path)
-    assert find_shard_change(source, 0) == ""
+    assert describe_shard_change(source, 0) == ""
     replace_unseen(source, path, path.read_bytes().replace(b"image 41", b"IMAGE 41"))
-    assert find_shard_change(source, 0) == f"1 sample changed in a.tar, the first {path}/000041"
+    assert describe_shard_change(source, 0) == f"1 sample changed in a.tar, the first {path}/000041"
     check = BackgroundCheck(source, seed=0)
     check.look()
     check.begin(0)
@@ -360,7 +364,7 @@ def test_a_batch_is_read_ahead_and_each_shard_is_opened_once(tmp_path: Path) -> 
     assert len(seen) == 3
     path, bad = tmp_path / "set" / "1.tar", next(n for n in numbers if 700 <= n < 1400)
     replace_unseen(source, path, path.read_bytes().replace(b"image %d\0" % bad, b"IMAGE %d\0" % bad))
-    source._states[:] = shard_set_at(tmp_path / "set").states
+    source._states[:] = build_shard_set(tmp_path / "set").states
     assert len(list(source.prefetch(numbers))) == 90
     with pytest.raises(BadSample, match="differ from those indexed"):
         source.content(bad)

@@ -24,13 +24,21 @@ from halfstep.data import token_files, tokenizing
 from halfstep.data.dataset import Order, Samples
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.loader import TrainLoader
-from halfstep.data.token_files import INDEX, TokenArray, TokenIndex, TokenShard, TokenSplit, TokenWriter, read_index
+from halfstep.data.token_files import (
+    INDEX,
+    TokenArray,
+    TokenIndex,
+    TokenShard,
+    TokenSplit,
+    TokenWriter,
+    read_token_index,
+)
 from halfstep.data.token_windows import TokenWindows
 from halfstep.data.tokenizing import (
     Document,
     TokensReport,
-    documents_in,
-    open_tokenizer,
+    list_documents,
+    read_ended_tokenizer,
     read_tokenizer,
     train_tokenizer,
     write_tokens,
@@ -243,26 +251,26 @@ def test_wrong_words_are_refused(corpus: Path, written: TokensReport, tmp_path: 
         with pytest.raises(error):
             write_tokens([corpus], tokenizer, tmp_path / "out")
     with pytest.raises(BadData):
-        open_tokenizer(written.folder, "<eot>")
+        read_ended_tokenizer(written.folder, "<eot>")
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "tokenizer.model").write_bytes(b"")
     with pytest.raises(BadData) as refused:
-        open_tokenizer(tmp_path / "older")
+        read_ended_tokenizer(tmp_path / "older")
     assert "save_pretrained" in refused.value.do
     with pytest.raises(BadData):
-        documents_in([tmp_path / "nothing.txt"])
+        list_documents([tmp_path / "nothing.txt"])
     (tmp_path / "a.txt.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(BadData):
-        documents_in([tmp_path / "a.txt.gz"])
+        list_documents([tmp_path / "a.txt.gz"])
 
 
 def test_the_end_token_of_a_given_tokenizer(written: TokensReport, tmp_path: Path) -> None:
     for name in ("tokenizer.json",):
         (tmp_path / name).write_bytes((written.folder / name).read_bytes())
-    assert open_tokenizer(tmp_path).end == 0
-    assert open_tokenizer(tmp_path / "tokenizer.json", "a").end == read_tokenizer(tmp_path).token_to_id("a")
+    assert read_ended_tokenizer(tmp_path).end == 0
+    assert read_ended_tokenizer(tmp_path / "tokenizer.json", "a").end == read_tokenizer(tmp_path).token_to_id("a")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "b"}}))
-    assert open_tokenizer(tmp_path).end == read_tokenizer(tmp_path).token_to_id("b")
+    assert read_ended_tokenizer(tmp_path).end == read_tokenizer(tmp_path).token_to_id("b")
 
 
 @pytest.mark.wording
@@ -350,7 +358,7 @@ def test_windows_go_to_workers_without_their_tokens(tmp_path: Path) -> None:
 
 def test_a_2_gb_file_opens_at_once_and_a_window_reads_a_page(tmp_path: Path) -> None:
     folder = made(tmp_path / "t", [1, 2, 3], [3])
-    index = read_index(folder)
+    index = read_token_index(folder)
     with (folder / "train-00000.bin").open("r+b") as file:
         file.truncate(2 * 2**30)
     train = TokenSplit(1, 2**30, 2**30, (TokenShard("train-00000.bin", 2**30, "0" * 64),))

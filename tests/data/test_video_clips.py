@@ -11,7 +11,7 @@ from PIL import Image
 
 from halfstep.data.dataset import BadSample
 from halfstep.data.fingerprint import fingerprint
-from halfstep.data.video import FrameFolders, Windows, in_order, joined, split_recordings
+from halfstep.data.video import ClipWindows, FrameFolders, build_natural_key, split_recordings, stack_frames
 from halfstep.errors import BadData, Unsafe
 
 
@@ -24,16 +24,16 @@ def put(folder: Path, count: int, size: tuple[int, int] = (6, 8), name: str = "f
         Image.fromarray(picture).save(folder / name.format(n))
 
 
-def reds(windows: Windows, index: int) -> list[int]:
+def reds(windows: ClipWindows, index: int) -> list[int]:
     return windows.read(index)["image"][:, 0, 0, 0].tolist()
 
 
 def test_frames_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     put(tmp_path / "a", 12)
-    windows = Windows(FrameFolders(tmp_path), 12)
+    windows = ClipWindows(FrameFolders(tmp_path), 12)
     assert reds(windows, 0) == list(range(12))
     assert windows.read(0)["image"].shape == (12, 3, 6, 8)
-    assert sorted(["b10", "b9", "b", "a2b10", "a2b9", "²", "x²1"], key=in_order)[:3] == ["a2b9", "a2b10", "b"]
+    assert sorted(["b10", "b9", "b", "a2b10", "a2b9", "²", "x²1"], key=build_natural_key)[:3] == ["a2b9", "a2b10", "b"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_frames_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 )
 def test_long_recordings_give_several_clips(tmp_path: Path, frames: int, every: int, expected: list[list[int]]) -> None:
     put(tmp_path / "long", 11)
-    windows = Windows(FrameFolders(tmp_path), frames, every)
+    windows = ClipWindows(FrameFolders(tmp_path), frames, every)
     assert [reds(windows, n) for n in range(len(windows))] == expected
     assert len({windows.key(n) for n in range(len(windows))}) == len(windows)
 
@@ -57,15 +57,15 @@ def test_long_recordings_give_several_clips(tmp_path: Path, frames: int, every: 
 def test_short_recordings_are_left_out_and_only_short_ones_refused(tmp_path: Path) -> None:
     put(tmp_path / "long", 6)
     put(tmp_path / "short", 3)
-    windows = Windows(FrameFolders(tmp_path), 4)
+    windows = ClipWindows(FrameFolders(tmp_path), 4)
     assert [windows.key(n) for n in range(len(windows))] == ["long#0"]
     with pytest.raises(BadData, match="longest of 2 clips has 6 frames, and 9 are needed"):
-        Windows(FrameFolders(tmp_path), 5, 2)
+        ClipWindows(FrameFolders(tmp_path), 5, 2)
 
 
 def test_a_folder_of_frames_is_one_clip(tmp_path: Path) -> None:
     put(tmp_path, 4)
-    windows = Windows(FrameFolders(tmp_path), 4)
+    windows = ClipWindows(FrameFolders(tmp_path), 4)
     assert len(windows) == 1
     assert reds(windows, 0) == [0, 1, 2, 3]
     assert str(tmp_path) in windows.name(0)
@@ -81,7 +81,7 @@ def test_masks_lie_beside_and_keep_their_numbers(tmp_path: Path) -> None:
             mask = mask.convert("P")
             mask.putpalette(np.random.default_rng(0).integers(0, 256, 768).astype(np.uint8).tobytes())
         mask.save(tmp_path / "masks" / "a" / f"frame{n}.png")
-    sample = Windows(FrameFolders(tmp_path), 3).read(0)
+    sample = ClipWindows(FrameFolders(tmp_path), 3).read(0)
     assert sample["mask"].dtype == torch.uint8
     for n in range(3):
         assert np.array_equal(sample["mask"][n].numpy(), numbers + n)
@@ -95,7 +95,7 @@ def test_masks_that_do_not_fit_are_said(tmp_path: Path) -> None:
         FrameFolders(tmp_path)
     put(tmp_path / "masks" / "a", 2, size=(6, 9))
     with pytest.raises(BadData, match="its mask"):
-        Windows(FrameFolders(tmp_path), 2).read(0)
+        ClipWindows(FrameFolders(tmp_path), 2).read(0)
     (tmp_path / "images").rename(tmp_path / "pictures")
     with pytest.raises(BadData, match="no folder images"):
         FrameFolders(tmp_path)
@@ -118,7 +118,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_damaged_frame_spoils_its_clips_only(tmp_path: Path) -> None:
     put(tmp_path / "a", 6)
     (tmp_path / "a" / "frame4.png").write_bytes(b"nothing")
-    windows = Windows(FrameFolders(tmp_path), 2)
+    windows = ClipWindows(FrameFolders(tmp_path), 2)
     assert reds(windows, 0) == [0, 1]
     with pytest.raises(BadSample, match=r"frame4\.png"):
         windows.read(2)
@@ -130,23 +130,23 @@ def test_frames_of_two_sizes_are_no_clip_and_clips_are_bounded(tmp_path: Path) -
     with pytest.raises(
         BadSample, match=r"different sizes or depths: 8 × 6 pixels of 8 bits, then 5 × 5 pixels of 8 bits"
     ):
-        Windows(FrameFolders(tmp_path), 3).read(0)
+        ClipWindows(FrameFolders(tmp_path), 3).read(0)
     large = torch.zeros(1, dtype=torch.uint8).expand(3, 8192, 8192)
     with pytest.raises(BadSample, match="5 frames of 8192 × 8192 pixels"):
-        joined(iter([large]), 5, "a")
+        stack_frames(iter([large]), 5, "a")
 
 
 def test_no_recording_is_on_both_sides_of_a_split(tmp_path: Path) -> None:
     for name in "abcdefgh":
         put(tmp_path / name, 9)
-    windows = Windows(FrameFolders(tmp_path), 3)
+    windows = ClipWindows(FrameFolders(tmp_path), 3)
     train, val = split_recordings(windows, 0.3)
     sides = [{one.key(n).split("#")[0] for n in range(len(one))} for one in (train, val)]
     assert sides[0] | sides[1] == set("abcdefgh")
     assert not sides[0] & sides[1]
     assert min(map(len, sides)) >= 1
     assert len(train) + len(val) == 24
-    again = split_recordings(Windows(FrameFolders(tmp_path), 9), 0.3)[1]
+    again = split_recordings(ClipWindows(FrameFolders(tmp_path), 9), 0.3)[1]
     assert {again.key(n).split("#")[0] for n in range(len(again))} == sides[1]
 
 
@@ -155,14 +155,14 @@ def test_one_recording_cannot_be_shared(tmp_path: Path) -> None:
     put(tmp_path / "a", 9)
     put(tmp_path / "short", 2)
     with pytest.raises(BadData, match=r"one recording that is long enough .*data\.val=0\.3") as refused:
-        split_recordings(Windows(FrameFolders(tmp_path), 3), 0.3)
+        split_recordings(ClipWindows(FrameFolders(tmp_path), 3), 0.3)
     assert "at least 2 recordings" in refused.value.allowed
 
 
 def test_a_changed_frame_or_mask_is_other_data(tmp_path: Path) -> None:
     put(tmp_path / "images" / "a", 2)
     put(tmp_path / "masks" / "a", 2)
-    windows = Windows(FrameFolders(tmp_path), 2)
+    windows = ClipWindows(FrameFolders(tmp_path), 2)
     before = fingerprint(windows)
     assert sorted(row.key for row in before.parts[0].rows or ()) == [
         "images/a/frame0.png",
@@ -182,6 +182,6 @@ def test_masks_that_are_no_numbers_say_what_can_be_done_about_it(tmp_path: Path,
     wrong = np.full((6, 8, 3), (9, 0, 0), np.uint8) if kind == "colour" else np.full((6, 8), 300, np.uint16)
     Image.fromarray(wrong).save(tmp_path / "masks" / "a" / "frame0.png")
     with pytest.raises(BadData, match=r"masks/a/frame0\.png") as caught:
-        Windows(FrameFolders(tmp_path), 1).read(0)
+        ClipWindows(FrameFolders(tmp_path), 1).read(0)
     assert "0 to 255" in caught.value.allowed
     assert "data." not in caught.value.do, "slots have neither data.palette nor data.classes"

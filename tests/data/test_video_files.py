@@ -17,7 +17,7 @@ import torch
 
 from halfstep.data import video
 from halfstep.data.dataset import BadSample
-from halfstep.data.video import VideoFiles, Windows
+from halfstep.data.video import ClipWindows, VideoFiles
 from halfstep.errors import BadData, MissingExtra
 
 av = pytest.importorskip("av")
@@ -64,7 +64,7 @@ def numbers(image: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("suffix", [".mp4", ".avi", ".mkv", ".mov", ".MP4"])
 def test_every_window_has_its_frames(tmp_path: Path, suffix: str) -> None:
     write(tmp_path / f"a{suffix}")
-    windows = Windows(VideoFiles(tmp_path), 4, 3)
+    windows = ClipWindows(VideoFiles(tmp_path), 4, 3)
     assert len(windows) == 5
     for n in range(5):
         sample = windows.read(n)
@@ -135,7 +135,7 @@ def test_one_file_is_a_source_too(tmp_path: Path) -> None:
 
 def test_a_source_survives_the_way_to_a_worker(tmp_path: Path) -> None:
     write(tmp_path / "a.mp4", 8)
-    windows = Windows(VideoFiles(tmp_path), 4)
+    windows = ClipWindows(VideoFiles(tmp_path), 4)
     windows.read(0)
     assert numbers(pickle.loads(pickle.dumps(windows)).read(1)["image"]) == [4, 5, 6, 7]
 
@@ -151,7 +151,7 @@ def test_damaged_files_are_bad_samples_and_others_go_on(tmp_path: Path, damage: 
         "playlist": f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{tmp_path / 'b.mp4'}\n#EXT-X-ENDLIST\n".encode(),
     }[damage]
     (tmp_path / "a.mp4").write_bytes(content)
-    windows = Windows(VideoFiles(tmp_path), 4)
+    windows = ClipWindows(VideoFiles(tmp_path), 4)
     assert [windows.key(n) for n in range(len(windows))] == ["a.mp4#0", "b.mp4#0", "b.mp4#4"]
     with pytest.raises(BadSample, match=r"a\.mp4: (cannot be decoded: [A-Z][a-z]|empty, 0 bytes$)"):
         windows.read(0)
@@ -217,8 +217,8 @@ def test_a_wrong_index_costs_time_and_not_the_frames(monkeypatch: pytest.MonkeyP
         assert per_frame == 1
         return ((number, frame) for frame, number in container.decode(stream))
 
-    monkeypatch.setattr(video, "_number_frames", numbered)
+    monkeypatch.setattr(video, "_iterate_numbered_frames", numbered)
     for first in (20, 45, 0):
         film = Misled()
-        found = [int(frame[0, 0, 0]) for frame in video._decode_wanted(film, film, range(first, first + 5, 2))]
+        found = [int(frame[0, 0, 0]) for frame in video._decode_wanted_frames(film, film, range(first, first + 5, 2))]
         assert found == [first, first + 2, first + 4]

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from halfstep.cli._known import format_rows, gpu_rows
-from halfstep.draw.markdown import escaped, markdown
+from halfstep.cli._known import build_format_rows, build_gpu_rows
+from halfstep.draw.markdown import escape_markdown, render_markdown
 from halfstep.selftest.names import FAILED, PASSED, SKIPPED
 from halfstep.selftest.names import PARTS as SELFTEST_PARTS
-from halfstep.selftest.page import parts_page
+from halfstep.selftest.page import build_results_page
 from tests.docs.pictures import pictures
 from zoo import Pain, pains
 
@@ -52,7 +52,7 @@ def _gpus() -> str:
             row.precision,
             row.why,
         ]
-        for row in gpu_rows()
+        for row in build_gpu_rows()
     ]
     return _table(["GPU", "`--device`", "memory", "native", "`auto` picks", "because"], rows)
 
@@ -68,7 +68,7 @@ def _formats() -> str:
             str(row.digits or "<1"),
             f"{row.counts_to:,}",
         ]
-        for row in format_rows()
+        for row in build_format_rows()
     ]
     titles = [
         "format",
@@ -91,9 +91,9 @@ def _devices() -> str:
         name = f"{device['count']} × {device['name']}" if device["count"] > 1 else device["name"]
         counts = [str(results.count(result)) for result in (PASSED, SKIPPED, FAILED)]
         cells = [name, ", ".join(device["native"]), report["versions"]["torch"], device.get("driver") or "-"]
-        overview.append([escaped(cell) for cell in (*cells, *counts, f"{report['seconds']:.0f}")])
+        overview.append([escape_markdown(cell) for cell in (*cells, *counts, f"{report['seconds']:.0f}")])
     titles = ["device", "native", "torch", "driver", "passed", "skipped", "failed", "seconds"]
-    pages = [markdown(parts_page(report)).rstrip() for report in reports]
+    pages = [render_markdown(build_results_page(report)).rstrip() for report in reports]
     parts = "\n".join(f"- **{part}**: {what}" for part, what in SELFTEST_PARTS.items())
     return "\n\n".join([_table(titles, overview), *pages, "## What each part checks", parts])
 

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from halfstep.measure.memory.devices import device_ids
+from halfstep.measure.memory.devices import list_device_ids
 from tests.docs import made
 from zoo import pains
 
@@ -28,7 +28,7 @@ def test_a_page_with_another_figure_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_all_gpus_and_all_pains_are_there() -> None:
     choosing = (made.DOCS / "choosing.md").read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in choosing for name in device_ids())
+    assert all(f"| `{name}` |" in choosing for name in list_device_ids())
     gallery = (made.DOCS / "zoo.md").read_text(encoding="utf-8")
     assert all(f"### {pain.title}\n" in gallery for pain in pains())
 

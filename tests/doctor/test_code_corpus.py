@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from halfstep.doctor.code import check_code, check_file
-from halfstep.doctor.code.checking import all_rules, check_untried
-from halfstep.doctor.located import LocatedFinding, patched
+from halfstep.doctor.code.checking import check_untried, import_rules
+from halfstep.doctor.located import LocatedFinding, apply_line_edits
 
 CORPUS = Path(__file__).parent / "corpus_code"
 PROJECTS = sorted(path.parent for path in CORPUS.glob("*/expected.json"))
@@ -66,7 +66,7 @@ MENDABLE = [
 def test_a_repair_removes_its_finding_and_brings_no_other(project: Path, finding: LocatedFinding) -> None:
     text = (project / finding.file).read_text()
     before = [one.id for one in check_code(finding.file, text)]
-    mended = patched(text, finding.edits)
+    mended = apply_line_edits(text, finding.edits)
     after = [one.id for one in check_code(finding.file, mended)]
     before.remove(finding.id)
     # One cast may be behind two findings, and go with both.
@@ -86,7 +86,7 @@ FOR_A_PERSON = {
 
 def test_every_rule_has_a_broken_sample_and_nearly_every_one_a_repair() -> None:
     found = [finding for project in PROJECTS for finding in findings(project)]
-    names = {f"code.{rule.__module__.rpartition('.')[2]}" for rule in all_rules()}
+    names = {f"code.{rule.__module__.rpartition('.')[2]}" for rule in import_rules()}
     assert {finding.id for finding in found} == names
     assert {finding.id for finding in found if finding.edits} == names - FOR_A_PERSON
 
@@ -100,7 +100,7 @@ def test_all_repairs_together_leave_a_file_without_findings(tmp_path: Path) -> N
                 mendable = [finding for finding in check_code(path.name, text) if finding.edits]
                 if not mendable:
                     break
-                text = patched(text, mendable[0].edits)
+                text = apply_line_edits(text, mendable[0].edits)
             assert not mendable, path
 
 
@@ -119,7 +119,7 @@ def test_an_edit_names_the_line_as_it_is_and_leaves_all_others(
         assert edit.before != edit.after
     touched = {edit.line for edit in again.edits}
     kept = [line for number, line in enumerate(lines, 1) if number not in touched]
-    mended = patched(text, again.edits).split(end)
+    mended = apply_line_edits(text, again.edits).split(end)
     assert all(line in mended for line in kept)
     assert "\n" not in "".join(mended) or end == "\n"
 

@@ -63,8 +63,8 @@ CHECK = """
 import sys, time
 from pathlib import Path
 from halfstep.doctor.code import check_file
-from halfstep.doctor.code.checking import all_rules
-all_rules()
+from halfstep.doctor.code.checking import import_rules
+import_rules()
 FORBIDDEN = ("exec", "import", "subprocess.Popen", "os.system", "os.exec", "os.fork", "socket.connect", "os.remove",
              "os.rename", "os.mkdir", "ctypes.dlopen", "marshal.loads", "pickle.find_class")
 def watch(event, given):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.doctor.code import check_code
-from halfstep.doctor.located import patched
+from halfstep.doctor.located import apply_line_edits
 
 CORPUS = Path(__file__).parent / "corpus_code"
 BATCHES = list(torch.randn(8, 2, 4))
@@ -96,7 +96,7 @@ def mended(name: str) -> str:
     text = (CORPUS / name).read_text()
     for _ in range(10):
         mendable = [finding for finding in check_code(name, text) if finding.edits]
-        text = patched(text, mendable[0].edits) if mendable else text
+        text = apply_line_edits(text, mendable[0].edits) if mendable else text
     return text.replace(".cuda()", "").replace('"cuda"', '"cpu"')
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from halfstep.doctor.fixing import plan_fixes
-from halfstep.doctor.patch import edits_of
-from halfstep.doctor.project_check import examine_project, report_of
+from halfstep.doctor.patch import collect_edits
+from halfstep.doctor.project_check import build_project_report, examine_project
 from tests.doctor.editing import apply_edits
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -40,7 +40,7 @@ def test_all_is_found_and_nothing_else(project: Path, tmp_path: Path) -> None:
     expected = json.loads((project / "expected.json").read_text())
     found = examine_project(str(copied(project, tmp_path)), variables={})
     assert sorted(map(placed, found[2])) == sorted(expected["findings"])
-    status = report_of(*found).status
+    status = build_project_report(*found).status
     assert status.aligned is expected["aligned"]
     if expected["aligned"]:
         assert status.precision == expected["precision"]
@@ -53,7 +53,7 @@ def test_a_repair_removes_its_finding_and_brings_no_other(project: Path, tmp_pat
     mended = [finding for finding in before if finding.edits]
     if not mended:
         pytest.skip("no finding with an edit")
-    apply_edits(folder, edits_of(before))
+    apply_edits(folder, collect_edits(before))
     after = [placed(finding) for finding in examine_project(str(folder), variables={})[2]]
     assert not [finding for finding in mended if placed(finding) in after]
     assert {name for name, _ in after} <= {finding.id for finding in before}
@@ -75,7 +75,7 @@ def test_every_contradiction_says_what_to_write_and_no_setting_is_edited_in_pyth
 def test_a_plan_ends_aligned_or_leaves_the_settings_alone(project: Path, tmp_path: Path) -> None:
     folder = copied(project, tmp_path)
     plan = plan_fixes(str(folder), variables={})
-    after = report_of(*examine_project(str(folder), {}, plan.texts)).status.aligned
+    after = build_project_report(*examine_project(str(folder), {}, plan.texts)).status.aligned
     assert after or plan.refused
     assert not plan.refused or not plan.texts
 

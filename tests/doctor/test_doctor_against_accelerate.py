@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.doctor.sources import default_place, from_accelerate, reads_a_boolean
+from halfstep.doctor.sources import find_default_config, from_accelerate, has_unquoted_boolean
 from halfstep.errors import BadRecipe
 
 pytest.importorskip("accelerate")
@@ -73,7 +73,7 @@ def test_the_file_means_what_the_launcher_makes_of_it(tmp_path: Path, text: str)
     place = tmp_path / "config.yaml"
     place.write_text(f"{BASE}{text}\n")
     assert ours(place) == launched(place)
-    assert not reads_a_boolean(place.read_text())
+    assert not has_unquoted_boolean(place.read_text())
 
 
 def test_words_that_both_refuse(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_words_that_both_refuse(tmp_path: Path) -> None:
 def test_no_without_quotes_ends_in_an_error_of_accelerate(tmp_path: Path) -> None:
     place = tmp_path / "config.yaml"
     place.write_text(f"{BASE}mixed_precision: no\n")
-    assert reads_a_boolean(place.read_text())
+    assert has_unquoted_boolean(place.read_text())
     with pytest.raises(AttributeError):
         launched(place)
 
@@ -158,7 +158,7 @@ def test_what_a_script_gets_under_plain_python(tmp_path: Path) -> None:
         "no torch.float32": ({}, {}),  # the file is not read
     }
     environment = {**os.environ, "HF_HOME": str(tmp_path)}
-    place = default_place(environment)
+    place = find_default_config(environment)
     place.parent.mkdir(parents=True)
     place.write_text(f"{BASE}mixed_precision: bf16\n")
     words = [sys.executable, "-c", OBSERVE, json.dumps(list(cases.values()))]
@@ -173,7 +173,7 @@ def test_the_place_is_accelerates_own(tmp_path: Path, monkeypatch: pytest.Monkey
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # runpy warns of a module that is imported already
         module = runpy.run_module("accelerate.commands.config.config_args")
-    assert module["default_config_file"] == str(default_place(os.environ))
+    assert module["default_config_file"] == str(find_default_config(os.environ))
 
 
 def test_what_torch_makes_of_its_variable() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from halfstep.doctor.checkpoints import check_checkpoint, read_header
-from halfstep.doctor.pickled import outline
+from halfstep.doctor.pickled import read_pickle_outline
 
 
 class Canary:
@@ -141,7 +141,7 @@ def test_every_protocol_is_followed(tmp_path: Path, protocol: int) -> None:
     content = {"optimizer": {"lr": 0.1}, "args": argparse.Namespace(fp16=True), "list": [1, 2.5, None, True, ("a",)]}
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(content, protocol=protocol))
-    root = outline(tmp_path / "a.pt")
+    root = read_pickle_outline(tmp_path / "a.pt")
     assert root is not None
     assert root["list"] == content["list"]
     if protocol >= 2:  # earlier ones build objects through copyreg

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from halfstep.doctor.checkup import check_settings
-from halfstep.json_data import json_data
+from halfstep.json_data import convert_to_json_data
 
 
 def check(
@@ -25,7 +25,7 @@ def check(
         given["deepspeed"] = str(folder / "ds.json")
         Path(given["deepspeed"]).write_text(json.dumps(deepspeed, indent=1))
     report = check_settings(given.pop("recipe", None), **given, variables={"HF_HOME": str(folder / "hf"), **variables})
-    return json_data(report)
+    return convert_to_json_data(report)
 
 
 LAUNCHER = "distributed_type: MULTI_GPU\nmixed_precision: bf16\n"

@@ -14,13 +14,13 @@ from halfstep.doctor.machine import (
     is_version_within,
     read_machine,
 )
-from halfstep.doctor.wheel import Board, Build
-from halfstep.precision.known_bad import known_bad
+from halfstep.doctor.wheel import DriverGpu, TorchBuild
+from halfstep.precision.known_bad import read_known_bad
 
-A100 = Board("NVIDIA A100-SXM4-40GB", (8, 0))
+A100 = DriverGpu("NVIDIA A100-SXM4-40GB", (8, 0))
 
 
-def ids(machine: MachineFacts, build: Build | None = None) -> set[str]:
+def ids(machine: MachineFacts, build: TorchBuild | None = None) -> set[str]:
     return {finding.id for finding in check_machine(machine, build)}
 
 
@@ -46,7 +46,7 @@ def test_versions(version: str, ranges: str, inside: bool) -> None:
 
 
 def test_every_entry_is_whole_and_cites_a_source() -> None:
-    entries = known_bad()
+    entries = read_known_bad()
     assert len(entries) >= 15
     assert len({entry["id"] for entry in entries}) == len(entries)
     for entry in entries:
@@ -71,14 +71,14 @@ _GPUS = {
 }
 
 
-@pytest.mark.parametrize("entry", known_bad(), ids=lambda entry: entry["id"])
+@pytest.mark.parametrize("entry", read_known_bad(), ids=lambda entry: entry["id"])
 def test_every_entry_is_found_where_it_applies_and_nowhere_else(entry: dict[str, str]) -> None:
-    boards: tuple[Board, ...] = () if entry.get("only_cpu") else (A100,)
+    boards: tuple[DriverGpu, ...] = () if entry.get("only_cpu") else (A100,)
     packages: dict[str, str] = {}
     apple = bool(entry.get("only_apple"))
     good = [MachineFacts()]
     if "gpu" in entry:
-        boards = (Board(_GPUS[entry["id"]], (7, 5)),)
+        boards = (DriverGpu(_GPUS[entry["id"]], (7, 5)),)
     if "package" in entry:
         version = re.findall(r"[\d.]+", entry["versions"])[0]
         inside = version if "<=" in entry["versions"] or ">=" in entry["versions"] else "2.0"
@@ -86,7 +86,7 @@ def test_every_entry_is_found_where_it_applies_and_nowhere_else(entry: dict[str,
         outside = "99.0" if "<" in entry["versions"] else "0.1"
         good += [MachineFacts({entry["package"]: outside}, boards, apple=apple), MachineFacts({}, boards, apple=apple)]
     if "gpu" in entry:
-        good.append(MachineFacts(packages, (Board("NVIDIA GeForce RTX 2080", (7, 5)),)))
+        good.append(MachineFacts(packages, (DriverGpu("NVIDIA GeForce RTX 2080", (7, 5)),)))
     elif entry.get("only_cpu") or entry.get("only_gpu"):
         good.append(MachineFacts(packages, () if boards else (A100,)))
     if apple:
@@ -117,12 +117,12 @@ def test_shared_memory(size: int | None, workers: int | None, batch: int | None,
 
 
 def test_a_machine_where_all_is_well() -> None:
-    packages = {entry["package"]: "99.0" for entry in known_bad() if "package" in entry}
+    packages = {entry["package"]: "99.0" for entry in read_known_bad() if "package" in entry}
     assert check_machine(MachineFacts(packages, (A100,), 2**34)) == []
 
 
 def test_the_build_is_checked_too() -> None:
-    build = Build("2.13.0", cuda=(13, 0), architectures=("sm_90",), boards=(A100,), driver=(13, 0))
+    build = TorchBuild("2.13.0", cuda=(13, 0), architectures=("sm_90",), boards=(A100,), driver=(13, 0))
     assert "wheel.no_kernels" in ids(MachineFacts(), build)
 
 

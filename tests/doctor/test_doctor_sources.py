@@ -11,7 +11,7 @@ import pytest
 from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources import (
     NOT_GIVEN,
-    default_place,
+    find_default_config,
     from_accelerate,
     from_deepspeed,
     from_environment,
@@ -151,9 +151,9 @@ def test_nested_settings_of_accelerate(tmp_path: Path) -> None:
 
 
 def test_the_place_where_accelerate_looks() -> None:
-    assert default_place({"HF_HOME": "/a"}) == Path("/a/accelerate/default_config.yaml")
-    assert default_place({"XDG_CACHE_HOME": "/b"}) == Path("/b/huggingface/accelerate/default_config.yaml")
-    assert default_place({}) == Path.home() / ".cache/huggingface/accelerate/default_config.yaml"
+    assert find_default_config({"HF_HOME": "/a"}) == Path("/a/accelerate/default_config.yaml")
+    assert find_default_config({"XDG_CACHE_HOME": "/b"}) == Path("/b/huggingface/accelerate/default_config.yaml")
+    assert find_default_config({}) == Path.home() / ".cache/huggingface/accelerate/default_config.yaml"
 
 
 def test_deepspeed(tmp_path: Path) -> None:

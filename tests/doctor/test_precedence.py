@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.doctor import precedence
-from halfstep.doctor.linking import runs_of
+from halfstep.doctor.linking import link_project_runs
 from halfstep.doctor.precedence import RULES, ReadingOrder
 from halfstep.doctor.project import read_project
 from halfstep.doctor.sources import from_environment
@@ -27,7 +27,7 @@ PACKAGE = {"lightning cli": "jsonargparse", "fabric": "lightning"}
 def answer(tool: str, cell: Cell, folder: Path) -> str:
     """Return what the doctor says of a cell, from the files of a project: a precision, or that the tool refuses."""
     write_project(tool, cell, folder)
-    (run,) = runs_of(read_project(str(folder)), from_environment({}))
+    (run,) = link_project_runs(read_project(str(folder)), from_environment({}))
     rows = [row for row in run.provenance() if row.tool == tool]
     if not rows:
         return "fp32"

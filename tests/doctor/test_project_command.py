@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli import main
 from halfstep.doctor.project_check import examine_project
-from halfstep.doctor.sarif import to_sarif
-from halfstep.recipe.resolve import resolve
+from halfstep.doctor.sarif import convert_to_sarif
+from halfstep.recipe.resolve import resolve_recipe
 from halfstep.recipe.sources import read_recipe
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -334,7 +334,7 @@ def test_sarif_has_what_code_scanning_asks_for() -> None:
 def test_sarif_of_every_project() -> None:
     for folder in sorted(CORPUS.iterdir()):
         _, runs, findings = examine_project(str(folder), variables={"ACCELERATE_MIXED_PRECISION": "BF16"})
-        check_sarif(to_sarif(findings, runs[0].name.partition(":")[0] if runs else "."))
+        check_sarif(convert_to_sarif(findings, runs[0].name.partition(":")[0] if runs else "."))
 
 
 # -- writing a recipe -------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def resolved(file: str) -> Any:
     if not {"epochs", "steps"} & set(whole["train"]):
         # DeepSpeed's file does not say how long a run is.
         whole["train"] = {**whole["train"], "epochs": 1}
-    return resolve(whole, Classification.schema).recipe
+    return resolve_recipe(whole, Classification.schema).recipe
 
 
 def test_training_arguments_become_a_recipe_that_halfstep_reads() -> None:

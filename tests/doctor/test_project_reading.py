@@ -126,10 +126,10 @@ def test_hostile_files_are_neither_run_nor_waited_for(tmp_path: Path) -> None:
     # The installed command, whose own folder stands first in sys.path; not `python -m`, which puts this one there.
     code = (
         "import sys; sys.path = [p for p in sys.path if p]; import halfstep.doctor.project_check as check, json\n"
-        "from halfstep.json_data import json_data\n"
+        "from halfstep.json_data import convert_to_json_data\n"
         "report = check.check_project('.', variables={})\n"
         "assert 'torch' not in sys.modules\n"
-        "print(json.dumps(json_data(report))); print(check.__file__, file=sys.stderr)"
+        "print(json.dumps(convert_to_json_data(report))); print(check.__file__, file=sys.stderr)"
     )
     begun = time.monotonic()
     done = subprocess.run(

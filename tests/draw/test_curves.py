@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from halfstep.draw.curves import draw_curves
-from halfstep.draw.series import Series
-from halfstep.draw.thinning import thin
+from halfstep.draw.series import RunSeries
+from halfstep.draw.thinning import thin_curve_points
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -69,7 +69,7 @@ def test_a_run_without_a_step_has_a_file(tmp_path: Path) -> None:
 
 def test_a_million_steps_keep_every_spike_and_few_points(tmp_path: Path) -> None:
     count = 1_000_000
-    series = Series()
+    series = RunSeries()
     losses = [1.0 - 0.9 * n / count for n in range(count)]
     losses[777_777], losses[333_333], losses[5_000:6_000] = 40.0, 0.001, [math.nan] * 1000
     for column, values in (("attempt", range(1, count + 1)), ("loss", losses), ("lr", losses), ("loss_scale", [])):
@@ -78,18 +78,18 @@ def test_a_million_steps_keep_every_spike_and_few_points(tmp_path: Path) -> None
     hovers = texts(series, tmp_path / "curves.svg", "title")
     assert (tmp_path / "curves.svg").stat().st_size < 60_000
     assert "steps 5,001 to 6,000: 1,000 × loss not finite" in hovers
-    x, y = thin(series.attempt, series.loss, 150)
+    x, y = thin_curve_points(series.attempt, series.loss, 150)
     assert (max(y), min(y), x[y.index(40.0)]) == (40.0, 0.001, 777_778)
 
 
 def test_thinning_keeps_the_order_and_short_curves_whole() -> None:
     x, y = [float(n) for n in range(1000)], [math.sin(n) for n in range(1000)]
-    assert thin(x, y, 600) == (x, y)
-    short_x, short_y = thin(x, y, 20)
+    assert thin_curve_points(x, y, 600) == (x, y)
+    short_x, short_y = thin_curve_points(x, y, 20)
     assert len(short_x) <= 42
     assert short_x == sorted(set(short_x))
     assert (short_x[0], short_x[-1], short_y) == (0.0, 999.0, [y[int(at)] for at in short_x])
-    assert thin(x, [math.nan if n % 2 == 0 else y[n] for n in range(1000)], 600) == (x[1::2], y[1::2])
+    assert thin_curve_points(x, [math.nan if n % 2 == 0 else y[n] for n in range(1000)], 600) == (x[1::2], y[1::2])
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halfstep.draw.images import enlarged, grid, write_png
+from halfstep.draw.images import enlarge_picture, join_picture_grid, write_png
 from halfstep.errors import WrongUse
 
 
 def test_a_grid_gives_every_picture_its_place() -> None:
     a, b, c = np.full((2, 3, 3), 1, np.uint8), np.full((4, 2), 2, np.uint8), np.full((1, 5, 3), 3, np.uint8)
-    out = grid([[a, b], [c]], gap=1, background=9)
+    out = join_picture_grid([[a, b], [c]], gap=1, background=9)
     assert out.shape == (4 + 1 + 1, 5 + 1 + 2, 3)
     assert (out[:2, :3] == 1).all()
     assert (out[:4, 6:] == 2).all()
@@ -25,17 +25,17 @@ def test_a_grid_gives_every_picture_its_place() -> None:
 
 def test_small_pictures_are_enlarged_and_large_ones_left() -> None:
     small = np.arange(4, dtype=np.uint8).reshape(2, 2)
-    assert enlarged(small, 4).tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3]]
-    assert enlarged(np.zeros((200, 5, 3), np.uint8)).shape == (200, 5, 3)
+    assert enlarge_picture(small, 4).tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3]]
+    assert enlarge_picture(np.zeros((200, 5, 3), np.uint8)).shape == (200, 5, 3)
 
 
 @pytest.mark.wording
 def test_a_grid_of_nothing_is_refused() -> None:
     for rows in ([], [[]]):
         with pytest.raises(WrongUse, match="no pictures"):
-            grid(rows)
+            join_picture_grid(rows)
     with pytest.raises(WrongUse, match="float64"):
-        grid([[np.zeros((2, 2))]])
+        join_picture_grid([[np.zeros((2, 2))]])
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3), (5, 7, 4)])

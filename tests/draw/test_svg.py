@@ -9,12 +9,23 @@ from xml.etree import ElementTree
 
 import pytest
 
-from halfstep.draw.axis import tick_text
-from halfstep.draw.svg import BOTTOM, HEIGHT, HOVERS, LEFT, RIGHT, TOP, WIDTH, check_svg, figure_of, svg_document
+from halfstep.draw.axis import format_tick
+from halfstep.draw.svg import (
+    BOTTOM,
+    HEIGHT,
+    HOVERS,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    check_svg_path,
+    lay_out_chart,
+    render_svg_document,
+)
 from halfstep.errors import WrongUse
-from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
-from halfstep.measure.memory_bars import MemoryUse, memory_bars
-from halfstep.page import Chart, Curve, Curves, Interval, Intervals, Node, Tree, charts_of
+from halfstep.measure.audit.model_tree import ModuleFlops, draw_model_tree
+from halfstep.measure.memory_bars import MemoryUse, draw_memory_bars
+from halfstep.page import Chart, Curve, Curves, Interval, Intervals, Tree, TreeNode, build_charts
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -25,17 +36,17 @@ def chart(*values: float, **look: object) -> Curves:
 
 def drawn(found: Curves) -> list[tuple[float, float]]:
     """The places of the first curve."""
-    points = re.search(r'points="([^"]*)"', figure_of(found).rows[0].inside)
+    points = re.search(r'points="([^"]*)"', lay_out_chart(found).rows[0].inside)
     assert points is not None
     return [tuple(map(float, place.split(","))) for place in points[1].split()]  # type: ignore[misc]
 
 
 def labels(found: Curves) -> list[str]:
-    return re.findall(r'text-anchor="end">([^<]*)<', figure_of(found).rows[0].inside)
+    return re.findall(r'text-anchor="end">([^<]*)<', lay_out_chart(found).rows[0].inside)
 
 
 def titles(found: Chart) -> list[str]:
-    return re.findall(r"<title>([^<]*)</title>", "".join(row.inside for row in figure_of(found).rows))
+    return re.findall(r"<title>([^<]*)</title>", "".join(row.inside for row in lay_out_chart(found).rows))
 
 
 def test_a_curve_fills_its_chart_and_axes_have_titles() -> None:
@@ -45,8 +56,8 @@ def test_a_curve_fills_its_chart_and_axes_have_titles() -> None:
         ((LEFT + WIDTH - RIGHT) / 2, TOP),
         (WIDTH - RIGHT, (TOP + HEIGHT - BOTTOM) / 2),
     ]
-    assert ">seconds</text>" in figure_of(found).rows[0].inside
-    assert ">loss</text>" in figure_of(found).rows[0].inside
+    assert ">seconds</text>" in lay_out_chart(found).rows[0].inside
+    assert ">loss</text>" in lay_out_chart(found).rows[0].inside
 
 
 def test_a_spike_gets_a_logarithmic_axis_and_is_kept_among_a_million_points() -> None:
@@ -66,7 +77,7 @@ def test_a_loss_scale_is_labelled_by_its_powers_of_two() -> None:
 
 def test_numbers_that_are_not_finite_are_left_out() -> None:
     assert len(drawn(chart(1.0, math.nan, 2.0, math.inf))) == 2
-    assert charts_of(chart(math.nan, math.inf), Curves("a", ()), None) == ()
+    assert build_charts(chart(math.nan, math.inf), Curves("a", ()), None) == ()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +85,7 @@ def test_numbers_that_are_not_finite_are_left_out() -> None:
 )
 @pytest.mark.parametrize("scale", ["auto", "linear", "zero", "log2"])
 def test_every_range_has_ticks_inside_of_the_chart(values: tuple[float, ...], scale: str) -> None:
-    inside = figure_of(chart(*values, scale=scale)).rows[0].inside
+    inside = lay_out_chart(chart(*values, scale=scale)).rows[0].inside
     ticks = [float(at) for at in re.findall(r'class="gridline"[^>]*y1="([^"]*)"', inside)]
     assert 1 <= len(ticks) <= 8
     assert all(TOP - 0.2 <= at <= HEIGHT - BOTTOM + 0.2 for at in ticks)
@@ -84,7 +95,7 @@ def test_every_range_has_ticks_inside_of_the_chart(values: tuple[float, ...], sc
 def test_hover_columns_touch_one_another_and_name_all_curves() -> None:
     curves = (Curve("train", [1, 2, 3, 4], [4.0, 3.0, 2.0, 1.0]), Curve("val", [2, 4], [3.5, 1.5]))
     found = Curves("Loss", curves)
-    columns = re.findall(r'<rect x="([^"]*)" y="[^"]*" width="([^"]*)"', figure_of(found).rows[0].inside)
+    columns = re.findall(r'<rect x="([^"]*)" y="[^"]*" width="([^"]*)"', lay_out_chart(found).rows[0].inside)
     ends = [(float(left), round(float(left) + float(width), 1)) for left, width in columns]
     assert [end for _, end in ends[:-1]] == [begin for begin, _ in ends[1:]]
     assert titles(found) == [
@@ -99,22 +110,22 @@ def test_hover_columns_touch_one_another_and_name_all_curves() -> None:
     ("value", "words"), [(0.0, "0"), (0.25, "0.25"), (1500.0, "1.5k"), (2e6, "2M"), (3e-5, "3e-5"), (-0.5, "-0.5")]
 )
 def test_labels_are_short(value: float, words: str) -> None:
-    assert tick_text(value) == words
+    assert format_tick(value) == words
 
 
 def test_memory_is_stacked_on_one_axis_with_the_measured_next_to_it() -> None:
-    bars = memory_bars(
+    bars = draw_memory_bars(
         [
             MemoryUse("fp32", {"weights": 100, "activations": 300, "unknown": 5, "batch": math.nan}, None),
             MemoryUse("bf16", {"weights": 100, "activations": 100}, 200.0),
         ],
         "memory",
     )
-    figure = figure_of(bars)
+    figure = lay_out_chart(bars)
     assert [row.name for row in figure.rows] == ["fp32, predicted", "bf16, predicted", "bf16, measured"]
     places = [re.findall(r'x="([^"]*)%" width="([^"]*)%"', row.inside) for row in figure.rows]
     assert places == [[("0.0", "25.0"), ("25.0", "75.0")], [("0.0", "25.0"), ("25.0", "25.0")], [("0.0", "50.0")]]
-    assert memory_bars([], "memory").is_empty
+    assert draw_memory_bars([], "memory").is_empty
 
 
 def test_intervals_share_an_axis_with_the_margin_in_view() -> None:
@@ -123,7 +134,7 @@ def test_intervals_share_an_axis_with_the_margin_in_view() -> None:
         Interval("b", "", "worse", "bad", -2.0, -1.5, -1.0),
         Interval("c", "", "?", "warn", math.nan, 0.3, math.nan),
     )
-    figure = figure_of(Intervals("d", rows, "points", 0.0, 0.5))
+    figure = lay_out_chart(Intervals("d", rows, "points", 0.0, 0.5))
     (a, b, c), band = (
         [tuple(map(float, re.findall(r'class="reach[^>]*x1="([^"]*)%" x2="([^"]*)%"', row.inside)[0]))
          for row in figure.rows[:3]],
@@ -142,12 +153,12 @@ def test_intervals_share_an_axis_with_the_margin_in_view() -> None:
 
 def test_a_model_is_as_wide_as_its_work_and_islands_are_outlined() -> None:
     modules = [ModuleFlops("a.b", {"bf16": 75}, None), ModuleFlops("a.c", {"fp32": 25}, "a.c")]
-    found = model_tree([*modules, ModuleFlops("(the model itself)", {}, None)])
+    found = draw_model_tree([*modules, ModuleFlops("(the model itself)", {}, None)])
     a = found.root.children[0]
     assert (found.root.total, a.total, [child.outlined for child in a.children]) == (100, 100, [False, True])
     assert list(found.root.stripes()) == [("bf16", 75), ("fp32", 25)]
     assert (found.legend, found.outline) == ((("bf16", "75 %"), ("fp32", "25 %")), "island")
-    inside = figure_of(found).rows[0].inside
+    inside = lay_out_chart(found).rows[0].inside
     assert re.findall(r'<svg x="([^"]*)%" y="(\d+)" width="([^"]*)%"', inside)[2:] == [
         ("0.0", "52", "75.0"),
         ("75.0", "52", "25.0"),
@@ -164,7 +175,7 @@ def test_a_model_is_as_wide_as_its_work_and_islands_are_outlined() -> None:
     ],
 )
 def test_any_model_is_drawn_in_bounded_space(modules: list[ModuleFlops]) -> None:
-    found = svg_document([model_tree(modules)])
+    found = render_svg_document([draw_model_tree(modules)])
     assert len(found) < 400_000
     assert float(ElementTree.fromstring(found).get("height", "0")) < 700
 
@@ -175,20 +186,20 @@ def test_a_file_is_one_valid_document_whatever_names_hold() -> None:
         Curves(hostile, (Curve(hostile, [1, 2], [1.0, 2.0]), Curve("b", [1], [1.0])), hostile, hostile,
                skips=[(1.0, hostile)]),
         Intervals(hostile, (Interval(hostile, hostile, hostile, "good", 0.0, 1.0, 2.0),), hostile, 1.0),
-        memory_bars([MemoryUse(hostile, {"weights": 1.0}, 2.0)], hostile),
-        Tree(hostile, Node(hostile, hostile, {hostile: 1.0}), hostile, ((hostile, hostile),)),
+        draw_memory_bars([MemoryUse(hostile, {"weights": 1.0}, 2.0)], hostile),
+        Tree(hostile, TreeNode(hostile, hostile, {hostile: 1.0}), hostile, ((hostile, hostile),)),
     ]  # fmt: skip
-    found = ElementTree.fromstring(svg_document(charts, hostile))
+    found = ElementTree.fromstring(render_svg_document(charts, hostile))
     assert not list(found.iter(f"{SVG}script"))
     assert "var(" not in "".join(found.itertext()), "viewers other than browsers know no variables"
-    assert "no finite numbers" in svg_document([])
+    assert "no finite numbers" in render_svg_document([])
 
 
 @pytest.mark.wording
 def test_a_chart_takes_svg_and_names_it_for_png(tmp_path: Path) -> None:
-    check_svg(tmp_path / "a.svg", "--picture")
+    check_svg_path(tmp_path / "a.svg", "--picture")
     with pytest.raises(WrongUse) as raised:
-        check_svg(tmp_path / "a.png", "--picture")
+        check_svg_path(tmp_path / "a.png", "--picture")
     assert raised.value.do == f"--picture {tmp_path / 'a.svg'}"
     with pytest.raises(WrongUse):
-        check_svg(tmp_path / "missing" / "a.svg", "--picture")
+        check_svg_path(tmp_path / "missing" / "a.svg", "--picture")

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Ema, Stepper, Window, island
-from halfstep.precision.flags import read_flags
-from halfstep.precision.hardware import describe
+from halfstep.precision.flags import read_fp32_flags
+from halfstep.precision.hardware import describe_device
 from halfstep.precision.select import choose_precision
 
 pytestmark = [
@@ -82,17 +82,17 @@ def test_what_was_chosen_is_what_ran() -> None:
     stepper.step(loss_fn, batch())
     assert stepper.observed is not None
     assert (stepper.observed.share or 0) >= 0.9
-    assert describe("cuda").capability == torch.cuda.get_device_capability()
+    assert describe_device("cuda").capability == torch.cuda.get_device_capability()
 
 
 def test_fp32_and_islands_are_not_tf32() -> None:
-    before = read_flags()
+    before = read_fp32_flags()
     model = convolutional()
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
     stepper.step(loss_fn, batch())
     assert stepper.observed is not None
     assert set(stepper.observed.flops) == {"fp32"}
-    assert read_flags() == before
+    assert read_fp32_flags() == before
 
 
 def test_an_island_is_finite_where_fp16_is_not() -> None:

@@ -33,14 +33,14 @@ def test_a_run_learns_in_the_precision_asked_for(recipe: str, precision: str, tm
 def test_the_hot_path_synchronises_once_a_step(tmp_path: Path) -> None:
     """torch names every synchronization that is not asked for; the step's own read is the only one."""
     from halfstep.journal.events import Journal
-    from halfstep.recipe.resolve import resolve
+    from halfstep.recipe.resolve import resolve_recipe
     from halfstep.recipe.sources import read_recipe
-    from halfstep.runs.registry import task_class
+    from halfstep.runs.registry import find_task_class
     from halfstep.train.run import make_loop
 
-    kind = task_class("classification")
+    kind = find_task_class("classification")
     changes = [("precision", "bf16"), ("train.num_workers", 2), ("run.log_every", 1000)]
-    recipe = resolve(read_recipe("classification_tiny").raw, kind.schema, changes, "gpu").recipe
+    recipe = resolve_recipe(read_recipe("classification_tiny").raw, kind.schema, changes, "gpu").recipe
     loop = make_loop(kind(recipe), recipe, tmp_path, Journal())
     loop.model.train()
     steps = loop.steps()

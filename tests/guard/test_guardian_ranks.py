@@ -13,7 +13,7 @@ from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import GuardEvent
-from halfstep.precision.island import islands
+from halfstep.precision.island import find_islands
 from halfstep.step.loss import DynamicScale
 from tests.support.digest import digest_of
 from tests.support.ranks import Ranks
@@ -73,7 +73,7 @@ def run(rank: int, precision: str, mode: Any, trouble: str) -> dict[str, Any]:
     return {
         "reasons": reasons,
         "weights": weights,
-        "islands": list(islands(model)),
+        "islands": list(find_islands(model)),
         "told": [(t.kind, t.text) for t in told],
         "remedies": guardian.remedies.as_dict(),
         "rollbacks": guardian.state_dict()["rollbacks"],

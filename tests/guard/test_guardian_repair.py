@@ -17,7 +17,7 @@ from halfstep import Guardian, Stepper
 from halfstep.errors import Diverged
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import GuardEvent
-from halfstep.precision.island import islands
+from halfstep.precision.island import find_islands
 from tests.support.digest import digest_of, digest_of_run
 from tests.support.models import plain_model
 
@@ -69,7 +69,7 @@ def steps(guardian: Guardian, number: int, first: int = 0) -> None:
 def test_the_module_that_overflows_becomes_an_island_and_the_run_goes_on() -> None:
     guardian, told = repairing(Net())
     steps(guardian, 20)
-    assert list(islands(guardian.stepper.model)) == guardian.remedies.islands == ["large"]
+    assert list(find_islands(guardian.stepper.model)) == guardian.remedies.islands == ["large"]
     assert guardian.stepper.precision.name == "fp16"
     assert guardian.stepper.counts.applied == 19
     assert [t.kind for t in told] == ["verdict", "remedy"]
@@ -94,7 +94,7 @@ def test_a_resumed_run_has_its_island_and_goes_on_to_the_bit() -> None:
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     second.stepper.model.load_state_dict(first.stepper.model.state_dict())
     second.stepper.load_state_dict(first.stepper.state_dict())
-    assert list(islands(second.stepper.model)) == ["large"]
+    assert list(find_islands(second.stepper.model)) == ["large"]
     steps(second, 6, first=6)
     assert digest_of_run(second.stepper) == digest_of_run(whole.stepper)
     assert json.dumps(second.state_dict()) == json.dumps(whole.state_dict())
@@ -148,7 +148,7 @@ def test_a_remedy_that_is_no_longer_needed_stays_away() -> None:
     assert guardian.remedies.islands == ["large"]
     model.large.by = 1.0
     steps(guardian, 30, first=5)
-    assert islands(model) == {}
+    assert find_islands(model) == {}
     assert [t.kind for t in told] == ["verdict", "remedy", "probation"]
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from halfstep.errors import WrongUse
-from halfstep.guard.streak import Limits, ScaleCollapse, Skips
+from halfstep.guard.streak import Limits, OverflowCounter, SkipCounter
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, OptimizerReport, StepReport
 
 
@@ -18,7 +18,7 @@ def skip(reason: str, scale: float, name: str = "loss") -> StepReport:
 
 
 def test_five_in_a_row_are_too_many_and_four_are_not() -> None:
-    skips = Skips(5, 0.25)
+    skips = SkipCounter(5, 0.25)
     for _ in range(4):
         skips.skipped()
     assert skips.alarm() is None
@@ -31,7 +31,7 @@ def test_five_in_a_row_are_too_many_and_four_are_not() -> None:
 
 
 def test_a_quarter_of_the_last_hundred_is_allowed_and_no_more() -> None:
-    skips = Skips(5, 0.25)
+    skips = SkipCounter(5, 0.25)
     for _ in range(25):
         skips.skipped()
         skips.applied()
@@ -44,7 +44,7 @@ def test_a_quarter_of_the_last_hundred_is_allowed_and_no_more() -> None:
 
 
 def test_what_somebodys_guard_refuses_counts_for_the_share_alone() -> None:
-    skips = Skips(5, 0.25)
+    skips = SkipCounter(5, 0.25)
     for _ in range(25):
         skips.refused()
     assert (skips.alarm(), skips.in_a_row, skips.next_is_too_much) == (None, 0, True)
@@ -53,14 +53,14 @@ def test_what_somebodys_guard_refuses_counts_for_the_share_alone() -> None:
 
 
 def test_excused_skips_count_for_nothing() -> None:
-    skips = Skips(5, 0.25)
+    skips = SkipCounter(5, 0.25)
     for _ in range(200):
         skips.excused()
     assert skips.alarm() is None
 
 
 def test_a_saved_count_goes_on() -> None:
-    skips, other = Skips(5, 0.25), Skips(5, 0.25)
+    skips, other = SkipCounter(5, 0.25), SkipCounter(5, 0.25)
     for _ in range(20):
         skips.skipped()
         skips.applied()
@@ -73,12 +73,12 @@ def test_a_saved_count_goes_on() -> None:
     assert other.lately == skips.lately == 25
 
 
-def fall(collapse: ScaleCollapse, name: str, scale: float, after: float, reason: str = GRADIENT_OVERFLOW) -> bool:
+def fall(collapse: OverflowCounter, name: str, scale: float, after: float, reason: str = GRADIENT_OVERFLOW) -> bool:
     return collapse.skipped(skip(reason, scale, name), {"loss": 2.0, "g": 2.0, "d": 2.0, name: after})
 
 
 def test_a_scale_that_falls_is_normal_until_it_has_reached_its_floor() -> None:
-    collapse = ScaleCollapse()
+    collapse = OverflowCounter()
     for halvings in range(16):
         assert fall(collapse, "loss", 65536.0 / 2**halvings, 32768.0 / 2**halvings)
     assert collapse.alarm() is None
@@ -87,13 +87,13 @@ def test_a_scale_that_falls_is_normal_until_it_has_reached_its_floor() -> None:
 
 
 def test_a_scale_that_stays_is_not_on_its_way_anywhere() -> None:
-    collapse = ScaleCollapse()
+    collapse = OverflowCounter()
     assert not fall(collapse, "loss", 1024.0, 1024.0)
     assert collapse.alarm() is None
 
 
 def test_an_applied_step_begins_the_fall_anew() -> None:
-    collapse = ScaleCollapse()
+    collapse = OverflowCounter()
     for halvings in range(30):
         assert fall(collapse, "loss", 2.0**24 / 2**halvings, 2.0**23 / 2**halvings)
         if halvings % 10 == 9:
@@ -104,13 +104,13 @@ def test_an_applied_step_begins_the_fall_anew() -> None:
 
 
 def test_each_optimizer_falls_by_itself() -> None:
-    collapse = ScaleCollapse()
+    collapse = OverflowCounter()
     for halvings in range(4):
         for name in ("g", "d"):  # at the same scale, one after the other
             assert fall(collapse, name, 1024.0 / 2**halvings, 512.0 / 2**halvings)
     collapse.applied(skip("", 64.0, "g"))
     assert (collapse.falls(skip("", 1.0, "g")), collapse.falls(skip("", 1.0, "d"))) == (0, 4)
-    other = ScaleCollapse()
+    other = OverflowCounter()
     other.load_state_dict(json.loads(json.dumps(collapse.state_dict())))
     assert not fall(other, "g", 1.0, 1.0, GRADIENT_NOT_FINITE)
     assert not other.collapsed
@@ -121,8 +121,8 @@ def test_each_optimizer_falls_by_itself() -> None:
 def test_one_that_stays_is_not_excused_by_another_that_falls() -> None:
     parts = {name: OptimizerReport(1.0, float("inf"), 64.0) for name in ("g", "d")}
     report = StepReport(0, 1, False, GRADIENT_OVERFLOW, False, 2.0, float("inf"), 64.0, parts)
-    assert not ScaleCollapse().skipped(report, {"g": 32.0, "d": 64.0})
-    assert ScaleCollapse().skipped(report, {"g": 32.0, "d": 32.0})
+    assert not OverflowCounter().skipped(report, {"g": 32.0, "d": 64.0})
+    assert OverflowCounter().skipped(report, {"g": 32.0, "d": 32.0})
 
 
 @pytest.mark.wording

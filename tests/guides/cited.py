@@ -12,13 +12,13 @@ from typing import Any
 import typer
 
 import halfstep
-from halfstep.cli._commands import command_names
+from halfstep.cli._commands import list_command_names
 from halfstep.cli.main import build
 from halfstep.cli.recipes import ACTIONS
-from halfstep.recipe.names import read_flags
-from halfstep.recipe.scripts import script_text
+from halfstep.recipe.names import parse_typed_settings
+from halfstep.recipe.scripts import read_script
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.registry import task_schema
+from halfstep.runs.registry import find_task_schema
 from tests.guides.items import ROOT
 
 TAKE_A_RECIPE = ("train", "bench", "plan", "estimate", "profile", "audit", "doctor")
@@ -72,18 +72,18 @@ def check_command(words: list[str]) -> None:
     own = known_options(name, rest)
     if name in TAKE_A_RECIPE and own:
         found = read_recipe(own[0])
-        read_flags(own[1:], task_schema(str(found.raw["task"])))
+        parse_typed_settings(own[1:], find_task_schema(str(found.raw["task"])))
     elif name == "recipes" and own:
         assert own[0] in ACTIONS, f"halfstep recipes does not know {own[0]}"
         for one in own[1:]:
-            script_text(one) if "--script" in rest else read_recipe(one)
+            read_script(one) if "--script" in rest else read_recipe(one)
     else:
         assert not own, f"halfstep {name} does not know {own}"
 
 
 def known_options(name: str, rest: list[str]) -> list[str]:
     """Return the words that are neither options of the command nor their values; it must be one that there is."""
-    assert name in command_names(), f"there is no command {name}"
+    assert name in list_command_names(), f"there is no command {name}"
     switches = {text: one.is_flag for one in _commands()[name].params for text in one.opts if text.startswith("--")}
     own, waiting = [], list(rest)
     while waiting:

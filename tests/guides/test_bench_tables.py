@@ -11,9 +11,9 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
 from halfstep.errors import HalfstepError, WrongUse
-from halfstep.measure.bench.bench import bench, compare, usual_candidates
-from halfstep.measure.bench.comparison import BenchMetric, Config, RunResult, read_candidates
-from halfstep.measure.bench.page import Bench, next_command
+from halfstep.measure.bench.bench import bench, list_usual_arms, run_bench_arms
+from halfstep.measure.bench.comparison import BenchMetric, CandidateConfig, RunResult, parse_arms
+from halfstep.measure.bench.page import Bench, suggest_bench_command
 from halfstep.measure.subject import Subject
 
 SMALL = ["data.samples=24", "data.size=16", "train.batch_size=4", "model.width=4", "model.depth=2", "run.pictures=0"]
@@ -71,7 +71,7 @@ def test_what_to_type_next_repeats_the_arms(benched: tuple[Result, dict[str, Any
 @pytest.mark.parametrize("typed", [[], ["--batch_size", "16"], ["train.batch_size=16"]])
 def test_the_usual_configurations_are_the_guides(typed: list[str]) -> None:
     batch = 16 if typed else 8
-    assert usual_candidates(Subject("unet", tuple(typed)), "bfloat16") == {
+    assert list_usual_arms(Subject("unet", tuple(typed)), "bfloat16") == {
         "AMP": ("precision=bf16",),
         "AMP+Large": ("precision=bf16", f"train.batch_size={2 * batch}"),
         "AMP+Compiled": ("precision=bf16", "train.compile=true"),
@@ -91,11 +91,9 @@ def test_the_usual_configurations_are_the_guides(typed: list[str]) -> None:
 )
 def test_an_arm_that_cannot_be_read_is_refused(given: list[str], said: str) -> None:
     with pytest.raises(WrongUse) as told:
-        read_candidates(given)
+        parse_arms(given)
     assert said in str(told.value)
-    assert read_candidates(["a b: train.batch_size=2 'data.path=x y'"]) == {
-        "a b": ("train.batch_size=2", "data.path=x y")
-    }
+    assert parse_arms(["a b: train.batch_size=2 'data.path=x y'"]) == {"a b": ("train.batch_size=2", "data.path=x y")}
 
 
 @pytest.mark.wording
@@ -120,8 +118,8 @@ def made(**speeds: float) -> Bench:
         return lambda seed: RunResult(seed, 0.9 + seed / 1e4, 3.0, 1.0, speed * wobbly[seed], 2, ((1.0, 2.0),), 2**30)
 
     names = {"fp32": 100.0, **speeds}
-    configs = {name: Config("bf16" if name != "fp32" else name, 8, (f"name={name}",)) for name in names}
-    return compare(
+    configs = {name: CandidateConfig("bf16" if name != "fp32" else name, 8, (f"name={name}",)) for name in names}
+    return run_bench_arms(
         {name: arm(speed) for name, speed in names.items()},
         name="unet",
         seeds=[1, 2, 3],
@@ -134,5 +132,5 @@ def made(**speeds: float) -> Bench:
 def test_the_best_is_named_as_the_guide_names_it() -> None:
     found = made(AMP=150.0, Compiled=203.0, Slow=90.0)
     assert found.verdicts[-1] == "Best: Compiled = 2.03x as fast, same accuracy"
-    assert next_command(found) == "halfstep train unet name=Compiled"
+    assert suggest_bench_command(found) == "halfstep train unet name=Compiled"
     assert made(Slow=90.0).best is None

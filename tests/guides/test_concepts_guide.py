@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import halfstep
 from halfstep.cli.main import build
 from halfstep.formats import FORMATS
-from halfstep.measure.memory.estimate import gpu_pretended
+from halfstep.measure.memory.estimate import mock_gpu
 from halfstep.precision.hardware import Device
 from halfstep.precision.select import choose_precision
 from halfstep.step.loss import DynamicScale, StaticScale
@@ -99,7 +99,7 @@ def test_overflow_and_underflow_of_fp16_and_how_scaling_cures_the_second() -> No
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_on_a_gpu_softmax_norms_and_losses_are_fp32(dtype: torch.dtype) -> None:
     """By CUDA's own rules, on tensors that are only described."""
-    with warnings.catch_warnings(), gpu_pretended(), FakeTensorMode():
+    with warnings.catch_warnings(), mock_gpu(), FakeTensorMode():
         warnings.simplefilter("ignore")
         place = torch.device("cuda")
         with torch.autocast(place.type, dtype=dtype):

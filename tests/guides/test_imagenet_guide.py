@@ -13,7 +13,7 @@ from PIL import Image
 
 import halfstep
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import resolved_recipe
+from halfstep.runs.resolve import resolve_run_recipe
 from tests.support import forked_python
 
 COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,7 +87,7 @@ def value(recipe: Any, key: str) -> Any:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_line_means_what_the_guide_says(name: str) -> None:
     line, expected = COMMANDS[name]
-    found = resolved_recipe(read_recipe("imagenet100"), line.split())
+    found = resolve_run_recipe(read_recipe("imagenet100"), line.split())
     assert {key: value(found.recipe, key) for key in expected} == expected
 
 

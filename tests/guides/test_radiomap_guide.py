@@ -14,7 +14,7 @@ import halfstep
 from halfstep.cli import main
 from halfstep.journal.jsonl import read_events
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import resolved_recipe
+from halfstep.runs.resolve import resolve_run_recipe
 
 SCRIPT = """
 trainer:
@@ -58,7 +58,7 @@ def doctor(*words: str) -> Result:
 
 
 def resolve(*words: str) -> Any:
-    return resolved_recipe(read_recipe("configs/radio_train_m.yaml"), words).recipe
+    return resolve_run_recipe(read_recipe("configs/radio_train_m.yaml"), words).recipe
 
 
 def test_the_settings_mean_what_the_guide_says() -> None:
@@ -77,7 +77,7 @@ def test_the_changes_that_it_applied() -> None:
 
 
 def test_the_recipe_alone_has_the_guides_settings() -> None:
-    recipe = resolved_recipe(read_recipe("radiomap")).recipe
+    recipe = resolve_run_recipe(read_recipe("radiomap")).recipe
     assert (recipe.precision, recipe.optimizer.lr, recipe.train.clip_norm) == ("bf16", 1e-5, 0.5)
 
 

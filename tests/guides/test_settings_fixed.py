@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli import main
 from halfstep.doctor.checkup import check_settings
-from halfstep.doctor.fixing import make_agree
+from halfstep.doctor.fixing import make_settings_agree
 from halfstep.errors import HalfstepError, WrongUse
-from halfstep.json_data import json_data
+from halfstep.json_data import convert_to_json_data
 from halfstep.recipe.sources import read_recipe
 
 SCRIPT = "trainer:\n  amp: False   # off for now\n  fp16: False\n  lr: 1e-5\n"
@@ -36,7 +36,7 @@ def doctor(*words: str) -> Result:
 
 
 def fix(precision: str, recipe: str = "./train.yaml", **more: Any) -> list[Any]:
-    return make_agree(precision, recipe, accelerate="./launch.yaml", variables={}, **more)
+    return make_settings_agree(precision, recipe, accelerate="./launch.yaml", variables={}, **more)
 
 
 def test_the_guides_solution_is_applied_and_listed() -> None:
@@ -112,9 +112,9 @@ def test_a_line_that_says_a_word_twice_is_left_to_the_person() -> None:
 @pytest.mark.wording
 def test_recipes_that_ship_and_variables_are_not_written() -> None:
     with pytest.raises(WrongUse, match="cannot change"):
-        make_agree("bf16", "unet_stable", accelerate="./launch.yaml", variables={})
+        make_settings_agree("bf16", "unet_stable", accelerate="./launch.yaml", variables={})
     with pytest.raises(WrongUse, match="export ACCELERATE_MIXED_PRECISION"):
-        make_agree("bf16", accelerate="./launch.yaml", variables={"ACCELERATE_MIXED_PRECISION": "fp16"})
+        make_settings_agree("bf16", accelerate="./launch.yaml", variables={"ACCELERATE_MIXED_PRECISION": "fp16"})
 
 
 @pytest.mark.parametrize("word", ["fp8", "auto", "fp31"])
@@ -145,7 +145,7 @@ def test_permissions_and_links_stay() -> None:
 
 def test_a_format_that_sleeps_beside_a_switch_is_part_of_the_line_to_type() -> None:
     Path("train.yaml").write_text("use_amp: False\namp_dtype: float16\n")
-    report = json_data(check_settings("./train.yaml", accelerate="./launch.yaml", variables={}))
+    report = convert_to_json_data(check_settings("./train.yaml", accelerate="./launch.yaml", variables={}))
     first = report["conflicts"][0]["ways"][0]
     assert first["precision"] == "bf16"
     assert [line.strip() for line in first["write"].splitlines()] == ["use_amp: True", "amp_dtype: bfloat16"]

@@ -11,9 +11,9 @@ import pytest
 
 import halfstep
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps
-from halfstep.recipe.resolve import Resolved
+from halfstep.recipe.resolve import ResolvedRecipe
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import resolved_recipe
+from halfstep.runs.resolve import resolve_run_recipe
 from tests.support.movi import write_movi
 
 CONFIGS = {
@@ -85,9 +85,9 @@ def value(recipe: Any, key: str) -> Any:
     return recipe
 
 
-def resolved(line: str) -> Resolved:
+def resolved(line: str) -> ResolvedRecipe:
     config, *words = line.split()
-    return resolved_recipe(read_recipe(f"./{config}"), words)
+    return resolve_run_recipe(read_recipe(f"./{config}"), words)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -143,7 +143,7 @@ def test_the_recipe_reads_movi_e_as_it_is_stored(tmp_path: Path) -> None:
     assert run.precision == "bf16"
     assert run.steps >= 1
     assert {"loss", "fg_ari", "mbo"} <= run.metrics.keys()  # there are true masks
-    assert resolved_recipe(read_recipe("slots_movi_e"), []).recipe.data.val == "validation"
+    assert resolve_run_recipe(read_recipe("slots_movi_e"), []).recipe.data.val == "validation"
 
 
 @pytest.mark.ranks

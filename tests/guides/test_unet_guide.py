@@ -15,7 +15,7 @@ from PIL import Image
 
 import halfstep
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import resolved_recipe
+from halfstep.runs.resolve import resolve_run_recipe
 
 SMALL = ["model.width=4", "model.depth=2", "data.crop=16", "data.tile=16", "data.overlap=4", "run.pictures=0"]
 """What makes any of these runs take seconds on a CPU; nothing of it is in the guide."""
@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resolve(settings: dict[str, Any] | list[str], recipe: str = "unet") -> Any:
-    return resolved_recipe(read_recipe(recipe), settings).recipe
+    return resolve_run_recipe(read_recipe(recipe), settings).recipe
 
 
 def train(data: Path, folder: Path, settings: dict[str, Any], recipe: str = "unet") -> halfstep.Run:

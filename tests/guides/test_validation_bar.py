@@ -9,24 +9,24 @@ import torch
 
 import halfstep
 from halfstep.data.dataset import Batch
-from halfstep.journal.console import Clocks, live_area
+from halfstep.journal.console import RunClocks, render_live_area
 from halfstep.journal.events import Event, Journal
-from halfstep.journal.latest import Latest
-from halfstep.precision.precision import precision_named
+from halfstep.journal.latest import LatestEvents
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import resolved_recipe
+from halfstep.runs.resolve import resolve_run_recipe
 from halfstep.tasks.segmentation import Segmentation
-from halfstep.train.evaluation import SoFar, evaluate
+from halfstep.train.evaluation import SoFar, evaluate_model
 from tests.journal.told import epoch, speed, start, step
 
-CLOCKS = Clocks(7.0, 7.0, 10.0)
+CLOCKS = RunClocks(7.0, 7.0, 10.0)
 
 
 def drawn(*events: Event) -> str:
-    latest = Latest()
+    latest = LatestEvents()
     for event in events:
         latest.on_event(event)
-    return "\n".join(line.plain for line in live_area(latest, CLOCKS, 100, "utf-8"))
+    return "\n".join(line.plain for line in render_live_area(latest, CLOCKS, 100, "utf-8"))
 
 
 def evaluating(**metrics: float) -> Event:
@@ -81,15 +81,15 @@ def test_reading_on_the_way_changes_nothing_and_ends_in_the_whole() -> None:
     model = task.model()
     draw = torch.Generator().manual_seed(0)
     batches = [_batch(draw) for _ in range(3)]
-    how: dict[str, Any] = {"precision": precision_named("fp32"), "device": torch.device("cpu")}
+    how: dict[str, Any] = {"precision": resolve_precision_name("fp32"), "device": torch.device("cpu")}
     readers: list[SoFar] = []
     read: list[dict[str, float]] = []
-    plain = evaluate(task, model, batches, **how)
-    found = evaluate(
+    plain = evaluate_model(task, model, batches, **how)
+    found = evaluate_model(
         task, model, batches, **how, begun=readers.append, progress=lambda done, of: read.append(readers[0]())
     )  # fmt: skip
     assert found == plain == read[-1]
-    assert read[0] == evaluate(task, model, batches[:1], **how)
+    assert read[0] == evaluate_model(task, model, batches[:1], **how)
     assert read[0] != plain
 
 
@@ -103,4 +103,6 @@ def _batch(draw: torch.Generator) -> Batch:
 
 
 def _recipe() -> Any:
-    return resolved_recipe(read_recipe("segmentation_tiny"), ["model.width=4", "model.depth=2", "data.size=16"]).recipe
+    return resolve_run_recipe(
+        read_recipe("segmentation_tiny"), ["model.width=4", "model.depth=2", "data.size=16"]
+    ).recipe

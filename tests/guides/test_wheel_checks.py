@@ -12,43 +12,47 @@ from typer.testing import CliRunner
 from halfstep.cli import doctor as command
 from halfstep.cli import main
 from halfstep.doctor import wheel
-from halfstep.doctor.wheel import Board, Build, check_build, has_kernels, read_build, read_nvml
+from halfstep.doctor.wheel import DriverGpu, TorchBuild, check_build, detect_torch_build, has_kernels, read_nvml
 
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-RTX4090 = Board("NVIDIA GeForce RTX 4090", (8, 9))
-V100 = Board("Tesla V100-SXM2-16GB", (7, 0))
-WELL = Build("2.13.0+cu130", (13, 0), architectures=CU130, driver=(13, 1), boards=(RTX4090,))
+RTX4090 = DriverGpu("NVIDIA GeForce RTX 4090", (8, 9))
+V100 = DriverGpu("Tesla V100-SXM2-16GB", (7, 0))
+WELL = TorchBuild("2.13.0+cu130", (13, 0), architectures=CU130, driver=(13, 1), boards=(RTX4090,))
 
 
 def test_a_machine_that_is_well_has_no_findings() -> None:
     assert check_build(WELL) == []
-    assert check_build(Build("2.13.0+cpu")) == []  # no GPU, and none needed
+    assert check_build(TorchBuild("2.13.0+cpu")) == []  # no GPU, and none needed
     assert check_build(replace(WELL, driver=(13, 0))) == []
     assert check_build(replace(WELL, driver=(12, 8), works=True)) == []  # by NVIDIA's compatibility package
     assert check_build(replace(WELL, driver=None, boards=())) == []
-    assert check_build(Build("2.13.0+rocm7", other="ROCm 7.0", boards=(Board("an AMD GPU"),))) == []
+    assert check_build(TorchBuild("2.13.0+rocm7", other="ROCm 7.0", boards=(DriverGpu("an AMD GPU"),))) == []
 
 
 @pytest.mark.wording
 @pytest.mark.parametrize(
     ("build", "found", "fix"),
     [
-        (Build("2.13.0+cpu", driver=(12, 8), boards=(RTX4090,)), "wheel.cpu_only", "--torch-backend cu128"),
-        (Build("2.13.0+cpu", boards=(RTX4090,)), "wheel.cpu_only", "--torch-backend cu130"),
-        (Build("2.13.0+cpu", driver=(12, 4), boards=(V100,)), "wheel.cpu_only", "--torch-backend cu126"),
-        (Build("2.13.0+cpu", driver=(10, 2), boards=(V100,)), "wheel.cpu_only", "newer NVIDIA driver"),
+        (TorchBuild("2.13.0+cpu", driver=(12, 8), boards=(RTX4090,)), "wheel.cpu_only", "--torch-backend cu128"),
+        (TorchBuild("2.13.0+cpu", boards=(RTX4090,)), "wheel.cpu_only", "--torch-backend cu130"),
+        (TorchBuild("2.13.0+cpu", driver=(12, 4), boards=(V100,)), "wheel.cpu_only", "--torch-backend cu126"),
+        (TorchBuild("2.13.0+cpu", driver=(10, 2), boards=(V100,)), "wheel.cpu_only", "newer NVIDIA driver"),
         (replace(WELL, driver=(12, 8)), "wheel.driver_too_old", "newer NVIDIA driver; or pip install"),
         (replace(WELL, boards=(V100,)), "wheel.no_kernels", "--torch-backend cu126"),
         (
-            replace(WELL, boards=(Board("GeForce RTX 5090", (12, 0)),), architectures=("sm_80", "sm_90")),
+            replace(WELL, boards=(DriverGpu("GeForce RTX 5090", (12, 0)),), architectures=("sm_80", "sm_90")),
             "wheel.no_kernels",
             "--torch-backend cu130",
         ),
-        (Build("1.4.0", (10, 1), driver=(12, 8), boards=(RTX4090,)), "wheel.cuda_too_old", "--torch-backend cu128"),
+        (
+            TorchBuild("1.4.0", (10, 1), driver=(12, 8), boards=(RTX4090,)),
+            "wheel.cuda_too_old",
+            "--torch-backend cu128",
+        ),
         (replace(WELL, hidden=True), "wheel.gpu_hidden", "CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_what_is_lacking_is_named_with_its_cure(build: Build, found: str, fix: str) -> None:
+def test_what_is_lacking_is_named_with_its_cure(build: TorchBuild, found: str, fix: str) -> None:
     (finding,) = check_build(build)
     assert finding.id == found
     assert fix in finding.fix
@@ -99,7 +103,7 @@ class Nvml:
 
 
 def test_the_driver_is_asked_and_may_be_silent() -> None:
-    assert read_nvml(Nvml()) == ((12, 8), (Board("NVIDIA L4", (8, 9)), Board("Tesla T4")))
+    assert read_nvml(Nvml()) == ((12, 8), (DriverGpu("NVIDIA L4", (8, 9)), DriverGpu("Tesla T4")))
     silent = SimpleNamespace(NVMLError=Nvml.NVMLError, nvmlDeviceGetCount=lambda: 0)
     silent.nvmlSystemGetCudaDriverVersion = lambda: 0
     assert read_nvml(silent) == (None, ())
@@ -108,7 +112,7 @@ def test_the_driver_is_asked_and_may_be_silent() -> None:
 def test_this_torch_is_read_and_needs_no_gpu() -> None:
     import torch
 
-    build = read_build()
+    build = detect_torch_build()
     assert build.torch == torch.__version__
     assert build.cuda == (None if torch.version.cuda is None else tuple(map(int, torch.version.cuda.split(".")[:2])))
     assert all(name.startswith(("sm_", "compute_")) for name in build.architectures)
@@ -117,7 +121,9 @@ def test_this_torch_is_read_and_needs_no_gpu() -> None:
 
 @pytest.mark.wording
 def test_the_page_shows_the_build_and_a_gpu_left_idle_ends_in_78(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheel, "read_build", lambda: Build("2.13.0+cpu", driver=(12, 8), boards=(RTX4090,)))
+    monkeypatch.setattr(
+        wheel, "detect_torch_build", lambda: TorchBuild("2.13.0+cpu", driver=(12, 8), boards=(RTX4090,))
+    )
     done = CliRunner().invoke(main.build(), ["doctor"], env={"COLUMNS": "80"})
     assert done.exit_code == 78, done.output
     page = " ".join(done.output.split())
@@ -125,12 +131,12 @@ def test_the_page_shows_the_build_and_a_gpu_left_idle_ends_in_78(monkeypatch: py
     assert "error wheel.cpu_only" in page
     assert "uv pip install --reinstall torch torchvision --torch-backend cu128" in page
     assert max(map(len, done.output.splitlines())) <= 80
-    monkeypatch.setattr(wheel, "read_build", lambda: WELL)
+    monkeypatch.setattr(wheel, "detect_torch_build", lambda: WELL)
     done = CliRunner().invoke(main.build(), ["doctor", "--json"])
     assert done.exit_code == 0
     assert json.loads(done.stdout)["build"]["architectures"] == " ".join(CU130)
 
 
 def test_a_description_can_be_handed_in() -> None:
-    report = command.examine("cpu", "fp32", build=replace(WELL, driver=(12, 0)))
+    report = command.examine_device("cpu", "fp32", build=replace(WELL, driver=(12, 0)))
     assert [finding.id for finding in report.findings] == ["wheel.driver_too_old"]

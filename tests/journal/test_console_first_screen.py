@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.journal.console import BELOW, first_screen
+from halfstep.journal.console import BELOW, build_first_screen
 from tests.journal.told import start
 
 REASONS = [f"reason {number}, which is a sentence as long as those that measurements give" for number in range(30)]
@@ -13,7 +13,7 @@ FINDINGS = [{"severity": "warning", "id": "precision.slow", "evidence": "slower"
 
 def rows(width: int, height: int, **changes: object) -> list[str]:
     """As a terminal breaks them."""
-    lines = first_screen(start(**changes), width, height)  # type: ignore[arg-type]
+    lines = build_first_screen(start(**changes), width, height)  # type: ignore[arg-type]
     return [
         line.text[at : at + width - line.indent]
         for line in lines

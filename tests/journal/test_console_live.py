@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from halfstep.journal.console import REFRESHES_A_SECOND, Clocks, LiveConsole, live_area
+from halfstep.journal.console import REFRESHES_A_SECOND, LiveConsole, RunClocks, render_live_area
 from halfstep.journal.events import Event
-from halfstep.journal.latest import Latest
-from halfstep.journal.listeners import console_listener
-from halfstep.journal.plain import Plain
-from halfstep.status_line import clear, show_status
-from halfstep.terminal import progress, screen
+from halfstep.journal.latest import LatestEvents
+from halfstep.journal.listeners import create_console_listener
+from halfstep.journal.plain import PlainListener
+from halfstep.status_line import clear_status_line, show_status
+from halfstep.terminal import create_console, display_progress
 from tests.journal.screen import Screen
 from tests.journal.told import speed, start, step, whole_run
 
@@ -37,8 +37,8 @@ def seen(raw: io.BytesIO, width: int) -> Screen:
     return Screen(width).feed(raw.getvalue().decode())
 
 
-def heard(events: list[Event]) -> Latest:
-    latest = Latest()
+def heard(events: list[Event]) -> LatestEvents:
+    latest = LatestEvents()
     for event in events:
         latest.on_event(event)
     return latest
@@ -87,52 +87,52 @@ def test_while_it_runs_bars_and_numbers_are_at_the_bottom() -> None:
 def test_the_area_fits_any_width(width: int, encoding: str) -> None:
     gpu = {"utilisation": 0.93, "memory_utilisation": 0.4, "power_watts": 211.3, "temperature": 64.0}
     reasons = [step(n, f"guard:a_long_name_{n}", loss_scale=2.0) for n in range(1, 12)]
-    lines = live_area(heard([start(), *reasons, speed(gpu=gpu)]), Clocks(1e6, 30.0, 1e7), width, encoding)
+    lines = render_live_area(heard([start(), *reasons, speed(gpu=gpu)]), RunClocks(1e6, 30.0, 1e7), width, encoding)
     assert all(line.cell_len <= width for line in lines)
     assert encoding == "utf-8" or all(line.plain.replace("…", "").isascii() for line in lines)
 
 
 def test_numbers_share_as_few_lines_as_hold_them() -> None:
     latest = heard([start(), step(12), speed()])
-    clocks = Clocks(3.0, 3.0, 95.0)
-    assert [len(live_area(latest, clocks, width, "utf-8")) for width in (40, 80, 140)] == [4, 3, 3]
+    clocks = RunClocks(3.0, 3.0, 95.0)
+    assert [len(render_live_area(latest, clocks, width, "utf-8")) for width in (40, 80, 140)] == [4, 3, 3]
 
 
 def test_the_bars_are_as_long_as_the_work_that_is_done() -> None:
     for attempt, share in ((1, 0.05), (10, 0.5), (20, 1.0)):
-        text = live_area(heard([start(), step(attempt)]), Clocks(0.0, 0.0, 0.0), 120, "utf-8")[0].plain
+        text = render_live_area(heard([start(), step(attempt)]), RunClocks(0.0, 0.0, 0.0), 120, "utf-8")[0].plain
         full, rest = text.count("━"), text.count("─")
         assert full == int((full + rest) * share)
 
 
 def test_more_steps_than_were_planned_fill_the_bar_and_no_more() -> None:
-    lines = live_area(heard([start(steps=3, steps_per_epoch=3), step(9)]), Clocks(1.0, 1.0, 0.0), 80, "utf-8")
+    lines = render_live_area(heard([start(steps=3, steps_per_epoch=3), step(9)]), RunClocks(1.0, 1.0, 0.0), 80, "utf-8")
     assert all(line.cell_len <= 80 for line in lines)
     assert "─" not in lines[1].plain
 
 
 def test_an_evaluation_has_the_bar_until_the_next_step() -> None:
     evaluating = {"event": "evaluating", "time": 6.5, "epoch": 1, "done": 3, "total": 4}
-    clocks = Clocks(7.0, 7.0, 10.0)
-    first = live_area(heard([start(), step(20), evaluating]), clocks, 120, "utf-8")[0].plain
+    clocks = RunClocks(7.0, 7.0, 10.0)
+    first = render_live_area(heard([start(), step(20), evaluating]), clocks, 120, "utf-8")[0].plain
     assert first.startswith(" Epoch 1/2 [Val]  ━")
     assert "3/4  00:07<--:--" in first
-    then = live_area(heard([start(), step(20), evaluating, step(21, time=7.0)]), clocks, 120, "utf-8")[0].plain
+    then = render_live_area(heard([start(), step(20), evaluating, step(21, time=7.0)]), clocks, 120, "utf-8")[0].plain
     assert then.startswith(" Epoch 2/2 [Train]  ━")
 
 
 def test_without_a_step_it_says_what_it_waits_for() -> None:
-    lines = live_area(Latest(), Clocks(0.0, 0.0, 0.0), 80, "utf-8")
+    lines = render_live_area(LatestEvents(), RunClocks(0.0, 0.0, 0.0), 80, "utf-8")
     assert [line.plain for line in lines] == [" preparing the first step  00:00"]
     stage = {"event": "stage", "time": 0.1, "text": "reading the first 16 samples"}
-    lines = live_area(heard([start(), stage]), Clocks(9.0, 9.0, math.nan, stage=8.0), 80, "utf-8")
+    lines = render_live_area(heard([start(), stage]), RunClocks(9.0, 9.0, math.nan, stage=8.0), 80, "utf-8")
     assert [line.plain for line in lines] == [" reading the first 16 samples  00:08"]
-    assert len(live_area(heard([start(), stage, step(1)]), Clocks(9.0, 9.0, math.nan), 80, "utf-8")) == 3
+    assert len(render_live_area(heard([start(), stage, step(1)]), RunClocks(9.0, 9.0, math.nan), 80, "utf-8")) == 3
 
 
 def test_what_is_left_is_marked_as_rough_until_an_evaluation_was_timed() -> None:
-    clocks = Clocks(3.0, 3.0, 95.0, 20.0, is_rough=True)
-    epoch, run = (line.plain for line in live_area(heard([start(), step(12)]), clocks, 120, "utf-8")[:2])
+    clocks = RunClocks(3.0, 3.0, 95.0, 20.0, is_rough=True)
+    epoch, run = (line.plain for line in render_live_area(heard([start(), step(12)]), clocks, 120, "utf-8")[:2])
     assert "12/20  00:03<00:20" in epoch
     assert "12/40  00:03<~01:35" in run
 
@@ -215,10 +215,10 @@ def test_an_interruption_gives_the_cursor_back() -> None:
 
 
 def test_where_there_is_no_terminal_lines_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(console_listener(Console(file=io.StringIO())), Plain)
-    assert isinstance(console_listener(terminal()[0]), LiveConsole)
+    assert isinstance(create_console_listener(Console(file=io.StringIO())), PlainListener)
+    assert isinstance(create_console_listener(terminal()[0]), LiveConsole)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(console_listener(Console(file=io.StringIO(), force_terminal=True)), Plain)
+    assert isinstance(create_console_listener(Console(file=io.StringIO(), force_terminal=True)), PlainListener)
 
 
 @pytest.mark.parametrize(
@@ -234,20 +234,20 @@ def test_a_command_of_a_notebook_cell_draws_nothing_over_its_lines(
         monkeypatch.setenv("TERM", "xterm-color")
         monkeypatch.setenv("FORCE_COLOR", "1")  # as a kernel sets them
         monkeypatch.setattr(sys, "stderr", pseudo_terminal)
-        assert isinstance(console_listener(screen(file=pseudo_terminal)), LiveConsole)
+        assert isinstance(create_console_listener(create_console(file=pseudo_terminal)), LiveConsole)
         monkeypatch.setenv(name, value)
-        assert isinstance(console_listener(screen(file=pseudo_terminal)), Plain)
+        assert isinstance(create_console_listener(create_console(file=pseudo_terminal)), PlainListener)
         show_status("reading the recipe")
-        with progress("getting ready", "samples") as on_progress:
+        with display_progress("getting ready", "samples") as on_progress:
             on_progress(1, 2)
-        clear()
+        clear_status_line()
     assert os.read(ours, 1000) == b"reading the recipe\r\n"
     os.close(ours)
 
 
 def test_in_a_notebook_lines_are_plain() -> None:
     stream = io.StringIO()
-    listener = console_listener(Console(file=stream, force_jupyter=True, force_terminal=True))
+    listener = create_console_listener(Console(file=stream, force_jupyter=True, force_terminal=True))
     for event in whole_run():
         listener.on_event(event)
     listener.close()

@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from halfstep.journal import console
-from halfstep.journal.console import LiveConsole, line_of
+from halfstep.journal.console import LiveConsole, list_line_items
 from halfstep.journal.events import Event
-from halfstep.journal.latest import Latest
-from halfstep.journal.plain import Plain
-from halfstep.journal.text import MOST_LINES, ending
-from halfstep.journal.text import resumed as words_of
+from halfstep.journal.latest import LatestEvents
+from halfstep.journal.plain import PlainListener
+from halfstep.journal.text import MOST_LINES, describe_ending
+from halfstep.journal.text import describe_resume as words_of
 from tests.journal.screen import Screen
 from tests.journal.told import end, resumed, saved, start, step, until, whole_run
 
@@ -22,7 +22,7 @@ AT = 15
 
 def plain_lines(events: list[Event]) -> list[str]:
     stream = io.StringIO()
-    listener = Plain(stream)
+    listener = PlainListener(stream)
     for event in events:
         listener.on_event(event)
     return stream.getvalue().splitlines()
@@ -162,18 +162,18 @@ def test_a_checkpoint_has_no_line_but_a_place_among_the_numbers() -> None:
     events = [start(), step(1), saved(1), step(2), saved(2, 2), step(1003), saved(1003, 3)]
     assert not any("checkpoint" in line for line in plain_lines(events))
     assert not any("checkpoint" in line for line in live_lines([], events))
-    latest = Latest()
+    latest = LatestEvents()
     for event in events:
         latest.on_event(event)
-    assert line_of(latest)[-1].text == "last saved at step 1,003"
-    assert not line_of(latest)[-1].alarm
+    assert list_line_items(latest)[-1].text == "last saved at step 1,003"
+    assert not list_line_items(latest)[-1].alarm
 
 
 def ended(events: list[Event], **changes: object) -> list[str]:
-    latest = Latest()
+    latest = LatestEvents()
     for event in events:
         latest.on_event(event)
-    return ending(end(best={}, **changes), latest)[1:]
+    return describe_ending(end(best={}, **changes), latest)[1:]
 
 
 def test_a_run_that_was_stopped_says_by_what_and_how_to_go_on() -> None:

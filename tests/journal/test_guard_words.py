@@ -10,9 +10,9 @@ from rich.console import Console
 
 from halfstep.journal.console import LiveConsole
 from halfstep.journal.events import Event
-from halfstep.journal.latest import Latest
-from halfstep.journal.plain import Plain
-from halfstep.journal.text import ending
+from halfstep.journal.latest import LatestEvents
+from halfstep.journal.plain import PlainListener
+from halfstep.journal.text import describe_ending
 from tests.journal.screen import Screen
 from tests.journal.told import start, step
 
@@ -45,7 +45,7 @@ def gave_up(**changes: Any) -> Event:
 
 def plain(*events: Event) -> list[str]:
     stream = io.StringIO()
-    listener = Plain(stream)
+    listener = PlainListener(stream)
     for event in events:
         listener.on_event(event)
     return stream.getvalue().splitlines()
@@ -89,7 +89,7 @@ def test_a_terminal_has_every_word_of_it(width: int, level: str) -> None:
     "changes", [{}, {"do": None}, {"error": None, "checkpoint_note": None}, {"remedies": ["up3 computes in fp32"]}]
 )
 def test_the_last_line_is_what_to_type(changes: dict[str, Any]) -> None:
-    lines = ending(gave_up(**changes), Latest())
+    lines = describe_ending(gave_up(**changes), LatestEvents())
     assert lines[0] == "Gave up after 9 s: 7 steps applied, 5 skipped (loss_not_finite)"
     assert all(line.strip() for line in lines)
     assert (lines[-1].strip() == f"do: {DO}") == (changes.get("do", DO) is not None)
@@ -100,7 +100,7 @@ def test_an_end_without_those_fields_has_no_such_words() -> None:
     older = {
         key: value for key, value in gave_up().items() if key not in ("error", "checkpoint_note", "do", "remedies")
     }
-    assert len(ending({**older, "reason": "finished"}, Latest())) == 1
+    assert len(describe_ending({**older, "reason": "finished"}, LatestEvents())) == 1
 
 
 def test_a_long_command_is_not_broken_by_a_narrow_terminal() -> None:

@@ -19,13 +19,13 @@ import torch
 from halfstep.errors import BadData, FolderTaken
 from halfstep.journal import jsonl
 from halfstep.journal.events import Event, Journal
-from halfstep.journal.jsonl import JsonLines, as_line, read_events
+from halfstep.journal.jsonl import JsonLinesListener, format_event_line, read_events
 from tests.journal.told import step, whole_run
 from tests.support.room import files_of_at_most
 
 
 def test_every_line_has_the_date_and_the_time_of_day(tmp_path: Path) -> None:
-    journal = Journal([JsonLines(tmp_path / "journal.jsonl")])
+    journal = Journal([JsonLinesListener(tmp_path / "journal.jsonl")])
     before = datetime.now(timezone.utc)
     journal.note("now", "info")
     journal.close()
@@ -39,7 +39,7 @@ def refuse(word: str) -> None:
 
 
 def written(path: Path, events: list[Event]) -> Path:
-    lines = JsonLines(path)
+    lines = JsonLinesListener(path)
     for event in events:
         lines.on_event(event)
     lines.close()
@@ -58,7 +58,7 @@ def test_every_line_is_strict_json_and_nothing_is_lost(tmp_path: Path, kind: str
 
 def test_numbers_that_json_lacks_are_words_that_float_reads() -> None:
     event = step(loss=math.nan, lr=-math.inf, extra={"deep": [math.inf, 1.5]})
-    read = json.loads(as_line(event), parse_constant=refuse)
+    read = json.loads(format_event_line(event), parse_constant=refuse)
     assert (read["loss"], read["lr"], read["extra"]) == ("NaN", "-Infinity", {"deep": ["Infinity", 1.5]})
     assert math.isnan(float(read["loss"]))
     assert float(read["lr"]) == -math.inf
@@ -66,18 +66,18 @@ def test_numbers_that_json_lacks_are_words_that_float_reads() -> None:
 
 def test_numbers_of_other_libraries_and_paths_are_written() -> None:
     event = step(loss=torch.tensor(2.5), lr=np.float32(math.nan), file=Path("a/b"), ids=torch.ones(3))
-    read = json.loads(as_line(event), parse_constant=refuse)
+    read = json.loads(format_event_line(event), parse_constant=refuse)
     assert (read["loss"], read["lr"], read["file"]) == (2.5, "NaN", "a/b")
 
 
 def test_text_cannot_break_a_line() -> None:
-    line = as_line({"event": "note", "text": "a\nb\x1b[31m\ud800"})
+    line = format_event_line({"event": "note", "text": "a\nb\x1b[31m\ud800"})
     assert line.count("\n") == 1
     assert b"\n" not in line.encode("utf-8", "replace")[:-1]
 
 
 def test_each_event_is_on_disk_before_the_next(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "journal.jsonl")
+    lines = JsonLinesListener(tmp_path / "journal.jsonl")
     for attempt in range(1, 4):
         lines.on_event(step(attempt))
         assert len(read_events(tmp_path / "journal.jsonl")) == attempt
@@ -87,8 +87,8 @@ def test_each_event_is_on_disk_before_the_next(tmp_path: Path) -> None:
 def test_a_killed_run_loses_nothing_that_it_told(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     code = (
-        "import os, sys; from pathlib import Path; from halfstep.journal.jsonl import JsonLines\n"
-        "lines = JsonLines(Path(sys.argv[1]))\n"
+        "import os, sys; from pathlib import Path; from halfstep.journal.jsonl import JsonLinesListener\n"
+        "lines = JsonLinesListener(Path(sys.argv[1]))\n"
         "for n in range(500): lines.on_event({'event': 'step', 'attempt': n})\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -126,7 +126,7 @@ def test_empty_and_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["{not json}", "[1, 2]", '{"no": "event"}', "[" * 100_000])
 def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "journal.jsonl"
-    path.write_text(as_line(step(1)) + line + "\n" + as_line(step(2)))
+    path.write_text(format_event_line(step(1)) + line + "\n" + format_event_line(step(2)))
     with pytest.raises(BadData, match="line 2"):
         read_events(path)
 
@@ -135,7 +135,7 @@ def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
 def test_a_folder_that_is_a_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     with pytest.raises(FolderTaken, match=r"run\.dir"):
-        JsonLines(tmp_path / "taken" / "journal.jsonl")
+        JsonLinesListener(tmp_path / "taken" / "journal.jsonl")
 
 
 class EventList:
@@ -168,7 +168,7 @@ def test_a_disk_that_fills_up_does_not_end_the_run(capsys: pytest.CaptureFixture
     if not os.path.exists("/dev/full"):
         pytest.skip("no device that is always full")
     well = EventList()
-    journal = Journal([JsonLines(Path("/dev/full")), well])
+    journal = Journal([JsonLinesListener(Path("/dev/full")), well])
     journal.emit("step", attempt=1)
     journal.emit("step", attempt=2)
     assert [e.get("attempt") for e in well.events] == [1, 2]
@@ -184,7 +184,7 @@ def test_lines_wait_for_a_disk_that_gets_room_again(
     tmp_path: Path, room: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "journal.jsonl"
-    journal = Journal([JsonLines(path)])
+    journal = Journal([JsonLinesListener(path)])
     journal.emit("step", attempt=1)
     before = path.read_bytes()
     with files_of_at_most(len(before) + room):
@@ -201,7 +201,7 @@ def test_lines_wait_for_a_disk_that_gets_room_again(
 
 def test_half_a_line_that_cannot_be_removed_is_made_whole(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    lines = JsonLines(path)
+    lines = JsonLinesListener(path)
     lines._file.close()
 
     class Kept(io.FileIO):
@@ -220,7 +220,7 @@ def test_half_a_line_that_cannot_be_removed_is_made_whole(tmp_path: Path) -> Non
 def test_what_waits_is_bounded_and_a_hole_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "MOST_WAITING", 5)
     path = tmp_path / "journal.jsonl"
-    lines = JsonLines(path)
+    lines = JsonLinesListener(path)
     with files_of_at_most(0):
         for attempt in range(1, 101):
             lines.on_event(step(attempt))

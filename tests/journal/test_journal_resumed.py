@@ -10,9 +10,9 @@ import pytest
 
 from halfstep.draw.curves import draw_curves
 from halfstep.journal.events import Event, Journal
-from halfstep.journal.jsonl import JOURNAL, LOG, last_time, read_events, sizes, truncate
-from halfstep.journal.listeners import listeners
-from halfstep.journal.trackers import EventScalars
+from halfstep.journal.jsonl import JOURNAL, LOG, read_events, read_journal_sizes, read_last_time, truncate_journal
+from halfstep.journal.listeners import create_listeners
+from halfstep.journal.trackers import ScalarConverter
 from tests.journal.told import epoch, resumed, saved, speed, start, step, until, whole_run
 
 AT = 15
@@ -28,16 +28,16 @@ def killed_and_taken_up(folder: Path, kind: str, killed_at: int, tracker: str = 
     """A run that is killed after a checkpoint at `AT`, and its second part; the events of a run without a break."""
     events = whole_run(kind)
     kept = until(events, AT)
-    first = Journal(listeners(folder, tracker=tracker, console=None))
+    first = Journal(create_listeners(folder, tracker=tracker, console=None))
     tell(first, events[:kept])
-    then = sizes(folder)
+    then = read_journal_sizes(folder)
     tell(first, [saved(AT, 7), *events[kept : until(events, killed_at)]])
     first.close()
-    truncate(folder, then)
+    truncate_journal(folder, then)
     if tracker != "none":
         _next_second()
-    again = listeners(folder, tracker=tracker, console=None, resumed_at=AT)
-    second = Journal(again, began_with=last_time(folder / JOURNAL))
+    again = create_listeners(folder, tracker=tracker, console=None, resumed_at=AT)
+    second = Journal(again, began_with=read_last_time(folder / JOURNAL))
     tell(second, [start(events[0]["precision"]["chosen"], resumed=resumed(AT, repeated_steps=killed_at - AT))])
     tell(second, events[kept:])
     assert second.listeners == again, "a listener was left out"
@@ -148,7 +148,7 @@ def test_what_tensorboard_heard_before_a_checkpoint_is_on_disk_after_it(tmp_path
 
 
 def test_an_evaluation_that_is_all_that_was_left_belongs_to_the_step_before_it() -> None:
-    scales = EventScalars()
+    scales = ScalarConverter()
     scales.on_event(start(resumed=resumed(20)))
     told = scales.on_event(epoch(1))
     assert told is not None
@@ -175,5 +175,5 @@ def test_a_journal_that_is_lost_or_damaged_does_not_keep_a_run_from_going_on(tmp
     for content in (None, b"", bad):
         if content is not None:
             (tmp_path / JOURNAL).write_bytes(content)
-        for listener in listeners(tmp_path, tracker="none", console=None, resumed_at=3):
+        for listener in create_listeners(tmp_path, tracker="none", console=None, resumed_at=3):
             listener.close()

@@ -12,18 +12,18 @@ import pytest
 from halfstep import numbers
 from halfstep.errors import FolderTaken
 from halfstep.journal import text as words
-from halfstep.journal.console import line_of
+from halfstep.journal.console import list_line_items
 from halfstep.journal.events import Event
-from halfstep.journal.latest import Latest
-from halfstep.journal.plain import LogFile, Plain
-from halfstep.journal.text import ending
+from halfstep.journal.latest import LatestEvents
+from halfstep.journal.plain import LogFileListener, PlainListener
+from halfstep.journal.text import describe_ending
 from tests.journal.told import end, epoch, note, speed, start, step, whole_run
 
 
 def plain_lines(events: list[Event], encoding: str = "utf-8") -> list[str]:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    listener = Plain(stream)
+    listener = PlainListener(stream)
     for event in events:
         listener.on_event(event)
     listener.close()
@@ -33,41 +33,41 @@ def plain_lines(events: list[Event], encoding: str = "utf-8") -> list[str]:
 @pytest.mark.parametrize(
     ("write", "number", "text"),
     [
-        (numbers.value, 0.23451, "0.2345"),
-        (numbers.value, 0.0, "0.0000"),
-        (numbers.value, 12345.678, "12345.7"),
-        (numbers.value, 1e30, "1.00e+30"),
-        (numbers.value, 1.5e-7, "1.50e-07"),
-        (numbers.value, math.nan, "NaN"),
-        (numbers.value, "-Infinity", "-inf"),
-        (numbers.value, None, "NaN"),
-        (numbers.rate, 1e-3, "0.001"),
-        (numbers.rate, 3e-4, "3e-4"),
-        (numbers.rate, 0.0, "0"),
-        (numbers.scale, 65536.0, "65536"),
-        (numbers.scale, 2.0**-3, "0.125"),
-        (numbers.abbreviated, 24_436_369, "24.4 M"),
-        (numbers.abbreviated, 999, "999"),
-        (numbers.size, 3 * 2**30, "3.00 GiB"),
-        (numbers.size, 1023, "1023 B"),
-        (numbers.size, 3 * 2**19, "1.50 MiB"),
-        (numbers.size, 768 * 2**20, "768 MiB"),
-        (numbers.size, 4000 * 2**30, "3.91 TiB"),
-        (numbers.size, 0, "0 B"),
-        (numbers.share, 0.9999, "99.9 %"),
-        (numbers.share, 0.9996, "99.9 %"),
-        (numbers.share, 0.5, "50 %"),
-        (numbers.share, 1.0, "100 %"),
-        (numbers.share, 0.0004, "0.1 %"),
-        (numbers.share, math.nan, "? %"),
-        (numbers.clock, 92.9, "01:32"),
-        (numbers.clock, 7509, "2:05:09"),
-        (numbers.clock, 3 * 86400 + 15000, "3 d 04:10"),
-        (numbers.clock, math.inf, "--:--"),
-        (numbers.clock, None, "--:--"),
-        (numbers.duration, 0.035, "35 ms"),
-        (numbers.duration, 4.25, "4.25 s"),
-        (numbers.duration, 3599.9, "1 h 00 min"),
+        (numbers.format_metric_value, 0.23451, "0.2345"),
+        (numbers.format_metric_value, 0.0, "0.0000"),
+        (numbers.format_metric_value, 12345.678, "12345.7"),
+        (numbers.format_metric_value, 1e30, "1.00e+30"),
+        (numbers.format_metric_value, 1.5e-7, "1.50e-07"),
+        (numbers.format_metric_value, math.nan, "NaN"),
+        (numbers.format_metric_value, "-Infinity", "-inf"),
+        (numbers.format_metric_value, None, "NaN"),
+        (numbers.format_learning_rate, 1e-3, "0.001"),
+        (numbers.format_learning_rate, 3e-4, "3e-4"),
+        (numbers.format_learning_rate, 0.0, "0"),
+        (numbers.format_loss_scale, 65536.0, "65536"),
+        (numbers.format_loss_scale, 2.0**-3, "0.125"),
+        (numbers.format_short_count, 24_436_369, "24.4 M"),
+        (numbers.format_short_count, 999, "999"),
+        (numbers.format_bytes, 3 * 2**30, "3.00 GiB"),
+        (numbers.format_bytes, 1023, "1023 B"),
+        (numbers.format_bytes, 3 * 2**19, "1.50 MiB"),
+        (numbers.format_bytes, 768 * 2**20, "768 MiB"),
+        (numbers.format_bytes, 4000 * 2**30, "3.91 TiB"),
+        (numbers.format_bytes, 0, "0 B"),
+        (numbers.format_percent, 0.9999, "99.9 %"),
+        (numbers.format_percent, 0.9996, "99.9 %"),
+        (numbers.format_percent, 0.5, "50 %"),
+        (numbers.format_percent, 1.0, "100 %"),
+        (numbers.format_percent, 0.0004, "0.1 %"),
+        (numbers.format_percent, math.nan, "? %"),
+        (numbers.format_clock, 92.9, "01:32"),
+        (numbers.format_clock, 7509, "2:05:09"),
+        (numbers.format_clock, 3 * 86400 + 15000, "3 d 04:10"),
+        (numbers.format_clock, math.inf, "--:--"),
+        (numbers.format_clock, None, "--:--"),
+        (numbers.format_duration, 0.035, "35 ms"),
+        (numbers.format_duration, 4.25, "4.25 s"),
+        (numbers.format_duration, 3599.9, "1 h 00 min"),
     ],
 )
 def test_numbers(write: Any, number: Any, text: str) -> None:
@@ -75,7 +75,7 @@ def test_numbers(write: Any, number: Any, text: str) -> None:
 
 
 def test_the_epoch_summary_is_the_one_that_people_know() -> None:
-    assert words.summary(epoch(), "iou") == [
+    assert words.format_epoch_summary(epoch(), "iou") == [
         "Epoch 1 Summary:",
         "  Train Loss: 0.2345 | Val Loss: 0.2567",
         "  Train IoU:  0.6543 | Val IoU:  0.6234",
@@ -87,7 +87,7 @@ def test_a_summary_without_validation_or_with_another_best() -> None:
     event = epoch(
         3, val=None, is_best=False, best={"metric": "iou", "value": 0.7, "epoch": 2}, skipped={"a": 1, "b": 2}
     )
-    assert words.summary(event, "iou") == [
+    assert words.format_epoch_summary(event, "iou") == [
         "Epoch 3 Summary:",
         "  Train Loss: 0.2345",
         "  Train IoU:  0.6543",
@@ -96,19 +96,23 @@ def test_a_summary_without_validation_or_with_another_best() -> None:
 
 
 def test_the_numbers_of_single_classes_are_left_to_the_journal() -> None:
-    lines = words.summary(epoch(val={"loss": 1.0, "iou": 0.5, "iou_background": 0.9, "top_speed": 3.0}), "iou")
+    lines = words.format_epoch_summary(
+        epoch(val={"loss": 1.0, "iou": 0.5, "iou_background": 0.9, "top_speed": 3.0}), "iou"
+    )
     assert not any("background" in line for line in lines)
     assert any("Top speed" in line for line in lines)
 
 
 def test_a_summary_with_a_thousand_classes_is_short() -> None:
-    lines = words.summary(epoch(val={"loss": 1.0} | {f"class_{n}": 0.5 for n in range(1000)}), "iou")
+    lines = words.format_epoch_summary(epoch(val={"loss": 1.0} | {f"class_{n}": 0.5 for n in range(1000)}), "iou")
     assert len(lines) == words.MOST_ROWS + 3
     assert lines[-2] == f"  and {1002 - words.MOST_ROWS} more in the journal"
 
 
 def test_a_summary_of_bad_numbers() -> None:
-    lines = words.summary(epoch(train={"loss": math.nan}, val={"loss": math.inf}, best={}, is_best=False), "iou")
+    lines = words.format_epoch_summary(
+        epoch(train={"loss": math.nan}, val={"loss": math.inf}, best={}, is_best=False), "iou"
+    )
     assert lines[1] == "  Train Loss: NaN | Val Loss: inf"
 
 
@@ -123,7 +127,7 @@ def test_a_summary_of_bad_numbers() -> None:
 )
 def test_the_batch_line(sizes: tuple[int, ...], line: str) -> None:
     names = ("per_device", "devices", "microbatches", "total")
-    assert words.batch(start(batch=dict(zip(names, sizes, strict=True)))) == line
+    assert words.describe_batch_size(start(batch=dict(zip(names, sizes, strict=True)))) == line
 
 
 @pytest.mark.parametrize(
@@ -144,22 +148,22 @@ def test_the_batch_line(sizes: tuple[int, ...], line: str) -> None:
 )
 def test_precision_asked_for_and_chosen(asked: str, chosen: str, line: str, sign: str) -> None:
     event = start(precision={"asked": asked, "took": "", "chosen": chosen, "summary": "", "reasons": []})
-    assert words.precision(event) == line
-    assert words.mark(event, None) == sign
-    assert words.mark(event, 0.974) == f"{sign}, 97 % observed"
+    assert words.describe_precision(event) == line
+    assert words.format_bar_label(event, None) == sign
+    assert words.format_bar_label(event, 0.974) == f"{sign}, 97 % observed"
 
 
 def test_the_line_of_numbers_has_what_there_is_and_no_more() -> None:
-    latest = Latest()
-    assert line_of(latest) == []
+    latest = LatestEvents()
+    assert list_line_items(latest) == []
     latest.on_event(start())
     latest.on_event(step(2))
-    assert [item.text for item in line_of(latest)] == ["loss 1.0000", "lr 5e-4"]
+    assert [item.text for item in list_line_items(latest)] == ["loss 1.0000", "lr 5e-4"]
     latest.on_event(step(3, "gradient_overflow", loss_scale=32768.0, loss=math.nan))
     memory = {"host_bytes": 1, "device_bytes": 2**30, "device_peak_bytes": 2**31}
     gpu = {"utilisation": 0.93, "memory_utilisation": 0.4, "power_watts": 211.3, "temperature": None}
     latest.on_event(speed(memory=memory, gpu=gpu, wait_share=0.5))
-    items = line_of(latest)
+    items = list_line_items(latest)
     assert [item.text for item in items] == [
         "loss NaN",
         "IoU 0.6543",
@@ -186,14 +190,14 @@ def test_the_line_of_numbers_has_what_there_is_and_no_more() -> None:
     ],
 )
 def test_names_of_metrics(metric: str, written: str) -> None:
-    assert words.named(metric) == written
+    assert words.format_metric_name(metric) == written
 
 
 def test_without_a_metric_so_far_the_last_evaluation_is_shown() -> None:
-    latest = Latest()
+    latest = LatestEvents()
     for event in (start(), step(1), speed(train_metrics={}), epoch()):
         latest.on_event(event)
-    assert line_of(latest)[1].text == "val IoU 0.6234"
+    assert list_line_items(latest)[1].text == "val IoU 0.6234"
 
 
 def test_plain_lines_of_a_run() -> None:
@@ -218,9 +222,9 @@ def test_plain_lines_of_a_run() -> None:
 
 
 def test_a_model_that_generates_needs_no_folder() -> None:
-    latest = Latest()
+    latest = LatestEvents()
     latest.on_event({**start(), "generates": True})
-    lines = ending({"event": "end", "reason": "finished", "seconds": 1.0, "steps": 1}, latest)
+    lines = describe_ending({"event": "end", "reason": "finished", "seconds": 1.0, "steps": 1}, latest)
     assert "  next: halfstep predict runs/segmentation_tiny" in lines
 
 
@@ -234,7 +238,7 @@ def test_every_skip_is_told_until_there_are_too_many() -> None:
 
 
 def test_a_skip_names_the_samples_that_were_quarantined() -> None:
-    line = words.skip(step(3, "guard:spike", quarantined=list(range(20))), 1)
+    line = words.describe_skipped_step(step(3, "guard:spike", quarantined=list(range(20))), 1)
     assert line.endswith("guard:spike, loss 0.8333; quarantined samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more")
 
 
@@ -268,7 +272,7 @@ def test_an_output_without_signs_gets_letters() -> None:
     ],
 )
 def test_endings(reason: str, first: str) -> None:
-    lines = ending(end(reason=reason, best={}, skipped={"loss_not_finite": 3}), Latest())
+    lines = describe_ending(end(reason=reason, best={}, skipped={"loss_not_finite": 3}), LatestEvents())
     assert lines[0].startswith(first)
     assert lines[0].endswith("40 steps applied, 3 skipped (loss_not_finite)")
     to_go_on = ["  no checkpoint was written yet: the same command starts again from step 0"]
@@ -278,7 +282,7 @@ def test_endings(reason: str, first: str) -> None:
 def test_the_log_file_is_there_after_every_line_and_goes_on_after_a_second_start(tmp_path: Path) -> None:
     path = tmp_path / "run" / "train.log"
     for _ in range(2):
-        log = LogFile(path)
+        log = LogFileListener(path)
         for event in whole_run("fp16"):
             log.on_event(event)
         assert path.read_text().endswith("next: halfstep export runs/segmentation_tiny\n")
@@ -290,7 +294,7 @@ def test_the_log_file_is_there_after_every_line_and_goes_on_after_a_second_start
 @pytest.mark.wording
 def test_a_log_file_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(FolderTaken, match="cannot write"):
-        LogFile(tmp_path)
+        LogFileListener(tmp_path)
 
 
 def test_an_event_from_the_future_is_passed_over() -> None:
@@ -299,6 +303,6 @@ def test_an_event_from_the_future_is_passed_over() -> None:
 
 def test_one_of_a_kind_is_no_plural() -> None:
     one = start(epochs=1, steps=1, steps_per_epoch=1)
-    assert dict(words.header(one))["length"] == "1 epoch, 1 step (an epoch has 1)"
-    assert dict(words.header(start(epochs=None)))["length"] == "40 steps (an epoch has 20)"
-    assert " 1 step applied" in ending(end(steps=1), Latest())[0]
+    assert dict(words.describe_run(one))["length"] == "1 epoch, 1 step (an epoch has 1)"
+    assert dict(words.describe_run(start(epochs=None)))["length"] == "40 steps (an epoch has 20)"
+    assert " 1 step applied" in describe_ending(end(steps=1), LatestEvents())[0]

@@ -13,15 +13,15 @@ from halfstep.journal.events import FORMAT, Event, Journal
 from halfstep.journal.jsonl import (
     JOURNAL,
     LOG,
-    as_line,
-    check_format,
-    last_time,
+    check_journal_format,
+    format_event_line,
+    iterate_saved_events,
     read_events,
-    saved_events,
-    sizes,
-    truncate,
+    read_journal_sizes,
+    read_last_time,
+    truncate_journal,
 )
-from halfstep.journal.listeners import listeners
+from halfstep.journal.listeners import create_listeners
 from tests.journal.told import start, step, whole_run
 
 
@@ -32,27 +32,27 @@ def folder_with(path: Path, journal: bytes, log: bytes) -> Path:
 
 
 def test_a_folder_without_files_has_sizes_and_stays_empty(tmp_path: Path) -> None:
-    assert sizes(tmp_path) == {JOURNAL: 0, LOG: 0}
-    assert sizes(tmp_path / "none") == {JOURNAL: 0, LOG: 0}
-    truncate(tmp_path / "none", {JOURNAL: 7, LOG: 0})
-    truncate(tmp_path, {JOURNAL: 7, LOG: 0})
+    assert read_journal_sizes(tmp_path) == {JOURNAL: 0, LOG: 0}
+    assert read_journal_sizes(tmp_path / "none") == {JOURNAL: 0, LOG: 0}
+    truncate_journal(tmp_path / "none", {JOURNAL: 7, LOG: 0})
+    truncate_journal(tmp_path, {JOURNAL: 7, LOG: 0})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("at", range(1, 50, 6))
 def test_sizes_at_any_moment_of_a_run_bring_that_moment_back(tmp_path: Path, at: int) -> None:
-    journal = Journal(listeners(tmp_path, tracker="none", console=None))
+    journal = Journal(create_listeners(tmp_path, tracker="none", console=None))
     events = whole_run("nan")
     then: dict[str, int] = {}
     before: dict[str, bytes] = {}
     for told, event in enumerate(events, start=1):
         journal.emit(**{name: value for name, value in event.items() if name != "time"})
         if told == at:
-            then = sizes(tmp_path)
+            then = read_journal_sizes(tmp_path)
             before = {name: (tmp_path / name).read_bytes() for name in then}
     journal.close()
     assert len(read_events(tmp_path / JOURNAL)) == len(events)
-    truncate(tmp_path, then)
+    truncate_journal(tmp_path, then)
     assert {name: (tmp_path / name).read_bytes() for name in then} == before
     assert len(read_events(tmp_path / JOURNAL)) == at
 
@@ -62,32 +62,32 @@ def test_sizes_at_any_moment_of_a_run_bring_that_moment_back(tmp_path: Path, at:
     [(0, b""), (1, b""), (2, b""), (3, b"ab\n"), (4, b"ab\n"), (6, b"ab\ncd\n"), (7, b"ab\ncd\n"), (8, b"ab\ncd\n")],
 )
 def test_a_size_inside_a_line_moves_back_to_its_beginning(tmp_path: Path, size: int, left: bytes) -> None:
-    truncate(folder_with(tmp_path, b"ab\ncd\nef", b"ab\ncd\nef"), {JOURNAL: size, LOG: size})
+    truncate_journal(folder_with(tmp_path, b"ab\ncd\nef", b"ab\ncd\nef"), {JOURNAL: size, LOG: size})
     assert (tmp_path / JOURNAL).read_bytes() == (tmp_path / LOG).read_bytes() == left
 
 
 def test_a_shorter_file_loses_a_cut_line_and_no_more(tmp_path: Path) -> None:
-    truncate(folder_with(tmp_path, b"ab\ncd", b"ab\n"), {JOURNAL: 10**30, LOG: 10**6})
+    truncate_journal(folder_with(tmp_path, b"ab\ncd", b"ab\n"), {JOURNAL: 10**30, LOG: 10**6})
     assert (tmp_path / JOURNAL).read_bytes() == b"ab\n"
     assert (tmp_path / LOG).read_bytes() == b"ab\n"
 
 
 def test_zeros_that_a_loss_of_power_left_are_cut_off(tmp_path: Path) -> None:
-    line = as_line(step(1)).encode()
-    truncate(folder_with(tmp_path, line + bytes(100_000), b""), {JOURNAL: len(line) + 90_000, LOG: 0})
+    line = format_event_line(step(1)).encode()
+    truncate_journal(folder_with(tmp_path, line + bytes(100_000), b""), {JOURNAL: len(line) + 90_000, LOG: 0})
     assert (tmp_path / JOURNAL).read_bytes() == line
 
 
 def test_lines_longer_than_a_block(tmp_path: Path) -> None:
     long = b"x" * 200_000 + b"\n"
-    truncate(folder_with(tmp_path, long + long, long), {JOURNAL: 400_001, LOG: 200_000})
+    truncate_journal(folder_with(tmp_path, long + long, long), {JOURNAL: 400_001, LOG: 200_000})
     assert (tmp_path / JOURNAL).read_bytes() == long
     assert (tmp_path / LOG).read_bytes() == b""
 
 
 def test_a_file_without_a_size_was_not_there(tmp_path: Path) -> None:
-    truncate(folder_with(tmp_path, b"ab\n", b"cd\n"), {LOG: 3})
-    assert sizes(tmp_path) == {JOURNAL: 0, LOG: 3}
+    truncate_journal(folder_with(tmp_path, b"ab\n", b"cd\n"), {LOG: 3})
+    assert read_journal_sizes(tmp_path) == {JOURNAL: 0, LOG: 3}
 
 
 @pytest.mark.wording
@@ -109,8 +109,8 @@ def test_other_names_and_sizes_are_refused_before_anything_is_cut(tmp_path: Path
     folder = folder_with(tmp_path / "run", b"ab\n", b"cd\n")
     (tmp_path / "a").write_bytes(b"mine\n")
     with pytest.raises(StateMismatch, match=r"journal\.jsonl and train\.log"):
-        truncate(folder, {JOURNAL: 0, **bad})
-    assert sizes(folder) == {JOURNAL: 3, LOG: 3}
+        truncate_journal(folder, {JOURNAL: 0, **bad})
+    assert read_journal_sizes(folder) == {JOURNAL: 3, LOG: 3}
     assert (tmp_path / "a").read_bytes() == b"mine\n"
 
 
@@ -119,7 +119,7 @@ def test_other_names_and_sizes_are_refused_before_anything_is_cut(tmp_path: Path
 def test_a_file_that_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
     (folder_with(tmp_path, b"ab\n", b"") / JOURNAL).chmod(0o444)
     with pytest.raises(FolderTaken, match=r"run\.dir"):
-        truncate(tmp_path, {})
+        truncate_journal(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -141,18 +141,24 @@ def test_a_file_that_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
 )
 def test_the_last_time(tmp_path: Path, content: bytes, time: float) -> None:
     (tmp_path / JOURNAL).write_bytes(content)
-    assert last_time(tmp_path / JOURNAL) == time
+    assert read_last_time(tmp_path / JOURNAL) == time
 
 
 def test_without_a_journal_time_begins_at_zero_and_nothing_is_kept(tmp_path: Path) -> None:
-    assert last_time(tmp_path / JOURNAL) == 0.0
-    assert list(saved_events(tmp_path / JOURNAL)) == []
+    assert read_last_time(tmp_path / JOURNAL) == 0.0
+    assert list(iterate_saved_events(tmp_path / JOURNAL)) == []
 
 
 def test_a_damaged_line_is_passed_over_when_a_run_goes_on(tmp_path: Path) -> None:
-    lines = [as_line(step(1)).encode(), b"\x00\xff{\n", b"[]\n", as_line(step(2)).encode(), b'{"event"']
+    lines = [
+        format_event_line(step(1)).encode(),
+        b"\x00\xff{\n",
+        b"[]\n",
+        format_event_line(step(2)).encode(),
+        b'{"event"',
+    ]
     (tmp_path / JOURNAL).write_bytes(b"".join(lines))
-    assert [event["attempt"] for event in saved_events(tmp_path / JOURNAL)] == [1, 2]
+    assert [event["attempt"] for event in iterate_saved_events(tmp_path / JOURNAL)] == [1, 2]
 
 
 def old_start() -> Event:
@@ -171,8 +177,8 @@ def old_start() -> Event:
 )
 def test_a_journal_of_another_form_is_refused(tmp_path: Path, first: Event, said: str) -> None:
     path = tmp_path / JOURNAL
-    path.write_text(as_line(first) + as_line(step(1)))
-    for read in (read_events, check_format, lambda path: list(saved_events(path))):
+    path.write_text(format_event_line(first) + format_event_line(step(1)))
+    for read in (read_events, check_journal_format, lambda path: list(iterate_saved_events(path))):
         with pytest.raises(StateMismatch, match=said):
             read(path)
 
@@ -180,6 +186,6 @@ def test_a_journal_of_another_form_is_refused(tmp_path: Path, first: Event, said
 @pytest.mark.parametrize("form", [FORMAT, 0, "2", None])
 def test_a_journal_of_this_form_or_a_damaged_one_is_read(tmp_path: Path, form: Any) -> None:
     path = tmp_path / JOURNAL
-    path.write_text(as_line(start(format=form)) + as_line(step(1)))
-    check_format(path)
+    path.write_text(format_event_line(start(format=form)) + format_event_line(step(1)))
+    check_journal_format(path)
     assert [event["event"] for event in read_events(path)] == ["start", "step"]

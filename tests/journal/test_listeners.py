@@ -12,7 +12,7 @@ from halfstep.journal import curves
 from halfstep.journal.curves import CurvesListener
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.jsonl import JOURNAL, LOG, read_events
-from halfstep.journal.listeners import listeners
+from halfstep.journal.listeners import create_listeners
 from tests.journal.told import epoch, start, step, whole_run
 
 
@@ -25,7 +25,7 @@ def tell(journal: Journal, events: list[Event]) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "nan"])
 def test_a_run_leaves_its_journal_its_log_and_its_curves(tmp_path: Path, kind: str) -> None:
     screen = io.StringIO()
-    journal = Journal(listeners(tmp_path / "run", tracker="none", console=Console(file=screen)))
+    journal = Journal(create_listeners(tmp_path / "run", tracker="none", console=Console(file=screen)))
     tell(journal, whole_run(kind))
     assert len(journal.listeners) == 4, "a listener was left out"
     journal.close()
@@ -36,7 +36,7 @@ def test_a_run_leaves_its_journal_its_log_and_its_curves(tmp_path: Path, kind: s
 
 
 def test_a_quiet_run_has_no_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    journal = Journal(listeners(tmp_path, tracker="none", console=None))
+    journal = Journal(create_listeners(tmp_path, tracker="none", console=None))
     tell(journal, whole_run())
     journal.close()
     assert capsys.readouterr() == ("", "")
@@ -44,7 +44,7 @@ def test_a_quiet_run_has_no_console(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_run_that_was_interrupted_before_its_first_epoch_leaves_what_it_told(tmp_path: Path) -> None:
-    journal = Journal(listeners(tmp_path, tracker="none", console=None))
+    journal = Journal(create_listeners(tmp_path, tracker="none", console=None))
     tell(journal, [start(), step(1)])
     journal.close()
     assert [e["event"] for e in read_events(tmp_path / JOURNAL)] == ["start", "step"]
@@ -62,7 +62,7 @@ class Unreachable:
 
 def test_a_tracker_that_fails_at_the_end_is_reported_by_all_others(tmp_path: Path) -> None:
     screen = io.StringIO()
-    kept = listeners(tmp_path, tracker="none", console=Console(file=screen))
+    kept = create_listeners(tmp_path, tracker="none", console=Console(file=screen))
     journal = Journal([*kept[:-1], Unreachable(), kept[-1]])
     tell(journal, whole_run())
     journal.close()

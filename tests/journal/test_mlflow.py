@@ -22,9 +22,9 @@ import halfstep
 from halfstep.errors import MissingExtra, WrongUse
 from halfstep.journal import mlflow
 from halfstep.journal.events import Journal, Listener
-from halfstep.journal.listeners import tracker_listeners
-from halfstep.journal.trackers import MLFLOW_FILE, tracker_hints
-from halfstep.recipe.strict_yaml import flat
+from halfstep.journal.listeners import create_tracker_listeners
+from halfstep.journal.trackers import MLFLOW_FILE, suggest_tracker_commands
+from halfstep.recipe.strict_yaml import iterate_dotted_keys
 from tests.journal.told import speed, start, step, whole_run
 from tests.support.mlflow_server import Store, serving
 from tests.support.tiny_task import Tiny
@@ -66,7 +66,7 @@ def told(folder: Path, events: list[dict[str, Any]]) -> list[str]:
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text("task: segmentation\n")
     heard = EventList()
-    every_listener: list[Listener] = [heard, *tracker_listeners("mlflow", folder)]
+    every_listener: list[Listener] = [heard, *create_tracker_listeners("mlflow", folder)]
     journal = Journal(every_listener)
     for event in events:
         journal.emit(**{name: value for name, value in event.items() if name != "time"})
@@ -89,7 +89,7 @@ def test_mlflow_has_what_the_journal_told(tmp_path: Path, server: Store) -> None
     assert iou == [(20, 0.6234), (40, 0.6234)]
     assert run["info"]["status"] == "FINISHED"
     assert run["info"]["end_time"] >= run["info"]["start_time"] > 1.6e12
-    assert run["params"] == {key: str(value) for key, value in flat(start()["recipe"])}
+    assert run["params"] == {key: str(value) for key, value in iterate_dotted_keys(start()["recipe"])}
     assert run["params"]
     assert run["tags"]["halfstep.precision"] == "fp16"
     assert server.experiments == {"halfstep": "1"}
@@ -132,7 +132,7 @@ def test_a_run_that_is_taken_up_again_goes_on_in_the_same_run(tmp_path: Path, se
 def test_names_keys_and_numbers_of_the_environment_are_used(
     tmp_path: Path, server: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = mlflow.address_from_environment().removeprefix("http://")
+    address = mlflow.read_tracking_uri().removeprefix("http://")
     monkeypatch.setenv(mlflow.TRACKING_URI, f"http://me:s%20cret@{address}/")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     told(tmp_path, [start()])
@@ -186,7 +186,7 @@ def test_a_password_in_the_address_is_sent_and_never_shown(
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    address = mlflow.address_from_environment().removeprefix("http://")
+    address = mlflow.read_tracking_uri().removeprefix("http://")
     address = "127.0.0.1:9" if illness == "gone" else address
     monkeypatch.setenv(mlflow.TRACKING_URI, f"http://me:s%20cret@{address}")
     server.garbage = illness == "garbage"
@@ -219,7 +219,7 @@ def test_without_the_package_the_line_to_type_is_named(tmp_path: Path, monkeypat
     monkeypatch.delitem(sys.modules, "halfstep.journal.mlflow")
     monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
     with pytest.raises(MissingExtra, match=r"pip install 'halfstep\[mlflow\]'"):
-        tracker_listeners("mlflow", tmp_path)
+        create_tracker_listeners("mlflow", tmp_path)
 
 
 def test_telling_never_waits_for_the_server(tmp_path: Path, server: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_telling_never_waits_for_the_server(tmp_path: Path, server: Store, monke
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     server.hangs.set()
     (tmp_path / "recipe.yaml").write_text("task: segmentation\n")
-    (listener,) = tracker_listeners("mlflow", tmp_path)
+    (listener,) = create_tracker_listeners("mlflow", tmp_path)
     began = time.monotonic()
     listener.on_event(start())
     for number in range(1, 300):
@@ -269,7 +269,7 @@ def test_a_whole_run_is_tracked_and_says_where_to_look(tmp_path: Path, server: S
     kept = the_run(server)
     assert kept["info"]["status"] == "FINISHED"
     assert [m["value"] for m in kept["metrics"] if m["key"] == "val/loss"][-1] == run.metrics["loss"]
-    (line,) = tracker_hints({"recipe": {"run": {"tracker": "mlflow"}}, "dir": str(run.dir)})
+    (line,) = suggest_tracker_commands({"recipe": {"run": {"tracker": "mlflow"}}, "dir": str(run.dir)})
     assert f"/#/experiments/1/runs/{kept['info']['run_id']}" in line
     assert line in (run.dir / "train.log").read_text()
 

@@ -16,8 +16,8 @@ from halfstep.errors import BadRecipe
 from halfstep.journal import prometheus
 from halfstep.journal.prometheus import METRICS, Prometheus
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import resolved_recipe
-from halfstep.train.status import Launch, RankStatus, status_file
+from halfstep.runs.resolve import resolve_run_recipe
+from halfstep.train.status import Launch, RankStatus, name_status_file
 from tests.journal.told import end, epoch, resumed, saved, speed, start, step
 
 NAME, LABEL = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r"[a-zA-Z_][a-zA-Z0-9_]*"
@@ -195,12 +195,12 @@ def test_a_rank_that_is_silent_is_behind_by_the_clock_of_rank_0(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(prometheus.time, "monotonic", lambda: now)
-    (tmp_path / status_file(1)).write_text('{"beat": 1}')
-    (tmp_path / status_file(2)).write_text('{"beat": 1}')
+    (tmp_path / name_status_file(1)).write_text('{"beat": 1}')
+    (tmp_path / name_status_file(2)).write_text('{"beat": 1}')
     ranks = prometheus.RankHeartbeats(tmp_path, 3)
     assert ranks.behind() == {1: 0.0, 2: 0.0}
     now += 30
-    (tmp_path / status_file(1)).write_text('{"beat": 2}')
+    (tmp_path / name_status_file(1)).write_text('{"beat": 2}')
     assert ranks.behind() == {1: 0.0, 2: 30.0}
     now += 30
     assert ranks.behind() == {1: 30.0, 2: 60.0}
@@ -241,7 +241,7 @@ def _raising(error: OSError) -> Any:
 def test_a_file_that_nobody_would_read_is_refused(asked: str, is_good: bool) -> None:
     found = read_recipe("segmentation_tiny")
     if is_good:
-        assert resolved_recipe(found, [f"run.prometheus={asked}"]).recipe.run.prometheus in (True, asked)
+        assert resolve_run_recipe(found, [f"run.prometheus={asked}"]).recipe.run.prometheus in (True, asked)
     else:
         with pytest.raises(BadRecipe, match=r"run\.prometheus"):
-            resolved_recipe(found, [f"run.prometheus={asked}"])
+            resolve_run_recipe(found, [f"run.prometheus={asked}"])

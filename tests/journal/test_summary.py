@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from halfstep.draw.thinning import MOST_POINTS, Point, Spans, Thinned
+from halfstep.draw.thinning import MOST_POINTS, AttemptPoint, AttemptSpans, ThinnedCurve
 from halfstep.errors import OtherForm
 from halfstep.journal import jsonl, summary
 from halfstep.journal.events import Event
-from halfstep.journal.jsonl import JOURNAL, as_line, lines_backwards, read_event
+from halfstep.journal.jsonl import JOURNAL, format_event_line, iterate_lines_backwards, parse_event
 from halfstep.journal.summary import MOST_CURVES, MOST_EVENTS, MOST_SKIPS, STEP_CURVES, Summary, summarize
-from halfstep.journal.thinning import MOST_NAMES, OTHER, Subsample, number
+from halfstep.journal.thinning import MOST_NAMES, OTHER, Subsample, parse_journal_number
 from tests.journal.told import end, epoch, note, speed, start, step, whole_run
 
 # -- a straightforward reader -----------------------------------------------------------------------------------------
@@ -62,10 +62,10 @@ def last_word(events: list[Event]) -> list[tuple[int, Event]]:
     return kept
 
 
-def plain_points(axis: Spans, points: list[tuple[int, float]]) -> list[Point]:
+def plain_points(axis: AttemptSpans, points: list[tuple[int, float]]) -> list[AttemptPoint]:
     """The extremes of every span and both ends, from a list of all points; of equal ones, the last."""
-    finite = [Point(*point) for point in points if math.isfinite(point[1])][::-1]
-    spans: dict[int, list[Point]] = {}
+    finite = [AttemptPoint(*point) for point in points if math.isfinite(point[1])][::-1]
+    spans: dict[int, list[AttemptPoint]] = {}
     for point in finite:
         spans.setdefault(max(0, (point.attempt - axis.first) // axis.width), []).append(point)
     kept = {pick(span, key=lambda point: point.value) for span in spans.values() for pick in (min, max)}
@@ -83,12 +83,14 @@ def assert_as_plain(found: Summary, content: bytes) -> None:
     skips = [event for event in steps if not event.get("applied")]
     assert [(skip.attempt, skip.reason) for skip in found.skips] == [(e["attempt"], str(e["reason"])) for e in skips]
     if steps:
-        assert found.axis == Spans.of(min(every[0], found.last_attempt), found.last_attempt)
+        assert found.axis == AttemptSpans.of(min(every[0], found.last_attempt), found.last_attempt)
     for name in STEP_CURVES if steps else ():
-        points = [(event["attempt"], number(event.get(name))) for event in steps]
+        points = [(event["attempt"], parse_journal_number(event.get(name))) for event in steps]
         assert found.steps[name].points == plain_points(found.axis, points)
         assert found.steps[name].not_finite == sum(not math.isfinite(value) for _, value in points)
-    rates = [(at, number(event.get("samples_per_second"))) for at, event in kept if event["event"] == "speed"]
+    rates = [
+        (at, parse_journal_number(event.get("samples_per_second"))) for at, event in kept if event["event"] == "speed"
+    ]
     curve = found.speeds.get("samples_per_second")
     assert (curve.points if curve else []) == plain_points(found.axis, rates)
     assert [(at, one["text"]) for at, one in found.notes] == [
@@ -110,7 +112,7 @@ values = st.one_of(
 @st.composite
 def journals(draw: st.DrawFn) -> bytes:
     """Steps of a run that was restarted now and then, with damage of all kinds between its lines."""
-    attempt, lines = draw(st.sampled_from([0, 0, 0, 900_000])), [as_line(start()).encode()]
+    attempt, lines = draw(st.sampled_from([0, 0, 0, 900_000])), [format_event_line(start()).encode()]
     stretch = draw(st.sampled_from([1, 1, 97]))
     for kind in draw(st.lists(st.sampled_from(KINDS), max_size=40)):
         if kind in ("step", "skip", "strange"):
@@ -119,16 +121,16 @@ def journals(draw: st.DrawFn) -> bytes:
             reason = draw(st.sampled_from(["gradient_overflow", "refused:\x1b[2J\u202e"])) if kind == "skip" else None
             event = step(attempt, reason, **numbers)
             strange = draw(st.sampled_from([None, True, 2.5, -1, 0, 2**60, "7"])) if kind == "strange" else attempt
-            lines.append(as_line({**event, "attempt": strange}).encode("utf-8", "replace"))
+            lines.append(format_event_line({**event, "attempt": strange}).encode("utf-8", "replace"))
         elif kind == "restart":
             attempt = draw(st.integers(0, attempt))
-            lines.append(as_line(start(resumed={"attempt": attempt, "checkpoint": "step-1"})).encode())
+            lines.append(format_event_line(start(resumed={"attempt": attempt, "checkpoint": "step-1"})).encode())
         elif kind == "back":
             attempt = draw(st.integers(0, attempt))
         elif kind == "speed":
-            lines.append(as_line(speed(samples_per_second=draw(values))).encode("utf-8", "replace"))
+            lines.append(format_event_line(speed(samples_per_second=draw(values))).encode("utf-8", "replace"))
         elif kind == "note":
-            lines.append(as_line(note(draw(st.text(max_size=5)))).encode("utf-8", "replace"))
+            lines.append(format_event_line(note(draw(st.text(max_size=5)))).encode("utf-8", "replace"))
         else:
             lines.append(draw(damage) + b"\n")
     content = b"".join(lines)
@@ -175,16 +177,16 @@ def test_lines_from_the_end_are_the_lines(pieces: list[bytes], block: int, longe
         # As it is: a line can be longer than a block that is read at once.
         longest += block
         patch.setattr(jsonl, "LARGEST_JSON", longest)
-        found = list(lines_backwards(write(Path(folder), content, cuts[:2])))
+        found = list(iterate_lines_backwards(write(Path(folder), content, cuts[:2])))
     lines = content.split(b"\n")[:-1]
     assert found == [line if len(line) <= longest else b"" for line in lines[::-1]]
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path) -> None:
     with (tmp_path / JOURNAL).open("wb") as file:
-        file.write(as_line(step(1)).encode())
+        file.write(format_event_line(step(1)).encode())
         file.seek(3 * jsonl.LARGEST_JSON, 1)
-        file.write(b"\n" + as_line(step(2)).encode() + b'{"event":"st')
+        file.write(b"\n" + format_event_line(step(2)).encode() + b'{"event":"st')
     found = summarize(tmp_path / JOURNAL)
     assert (found.lines, found.damaged, found.attempts, found.last_attempt) == (3, 1, 2, 2)
 
@@ -225,7 +227,7 @@ def test_a_line_is_read_as_the_standard_parser_reads_it(
 ) -> None:
     line = json.dumps({"event": "note", **more}, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
     for one in (line, line[:at] + other + line[at:], line[:at] + other + line[at + len(other) :], line[:at]):
-        assert repr(read_event(one)) == repr(by_standard(one)), one
+        assert repr(parse_event(one)) == repr(by_standard(one)), one
 
 
 @pytest.mark.parametrize(
@@ -245,14 +247,14 @@ def test_a_line_is_read_as_the_standard_parser_reads_it(
     ],
 )
 def test_lines_on_which_parsers_differ(line: bytes) -> None:
-    assert repr(read_event(line)) == repr(by_standard(line))
+    assert repr(parse_event(line)) == repr(by_standard(line))
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------------
 
 
 def told(folder: Path, *events: Event) -> Summary:
-    (folder / JOURNAL).write_bytes(b"".join(as_line(event).encode("utf-8", "replace") for event in events))
+    (folder / JOURNAL).write_bytes(b"".join(format_event_line(event).encode("utf-8", "replace") for event in events))
     return summarize(folder / JOURNAL)
 
 
@@ -261,9 +263,12 @@ def test_a_long_run_keeps_few_points_with_the_one_spike(tmp_path: Path) -> None:
     steps[4321]["loss"], steps[17]["loss"] = 1e9, -1e9
     loss = told(tmp_path, start(), *steps).steps["loss"]
     assert loss.count == 6000 > MOST_POINTS >= len(loss.points)
-    assert {Point(4322, 1e9), Point(18, -1e9), Point(1, steps[0]["loss"]), Point(6000, steps[-1]["loss"])} <= set(
-        loss.points
-    )
+    assert {
+        AttemptPoint(4322, 1e9),
+        AttemptPoint(18, -1e9),
+        AttemptPoint(1, steps[0]["loss"]),
+        AttemptPoint(6000, steps[-1]["loss"]),
+    } <= set(loss.points)
     assert len({loss.axis.bucket(point.attempt) for point in loss.points}) == 200, "no span of the run is empty"
 
 
@@ -317,7 +322,7 @@ def test_a_sample_has_the_first_the_last_and_no_more_than_asked(count: int) -> N
 
 
 def test_points_that_are_not_numbers_leave_a_curve_empty() -> None:
-    curve = Thinned(Spans.of(1, 10))
+    curve = ThinnedCurve(AttemptSpans.of(1, 10))
     curve.add_span([3, 2], [math.nan, math.inf])
     curve.add(1, math.nan)
     assert (curve.points, curve.count, curve.not_finite) == ([], 0, 3)
@@ -350,7 +355,7 @@ def test_the_least_headroom_of_a_module(tmp_path: Path) -> None:
     meters = [speed(meters={"headroom_module": name, "headroom_bits": bits}) for name, bits in told_bits]
     steps = [step(n) for n in range(1, 6)]
     found = told(tmp_path, start(), *(one for pair in zip(steps, meters, strict=True) for one in pair))
-    assert found.headroom == {"a": Point(3, 3.0), "b": Point(2, 2.0)}
+    assert found.headroom == {"a": AttemptPoint(3, 3.0), "b": AttemptPoint(2, 2.0)}
 
 
 def test_a_journal_of_another_form_is_refused(tmp_path: Path) -> None:
@@ -365,5 +370,5 @@ def test_a_folder_without_a_journal_has_an_empty_summary(tmp_path: Path) -> None
 
 def test_earlier_files_that_were_deleted_leave_the_rest_in_detail(tmp_path: Path) -> None:
     found = told(tmp_path, *(step(n) for n in range(900_000, 900_200)), epoch(3))
-    assert (found.axis, found.steps["loss"].count) == (Spans(900_000, 1), 200)
+    assert (found.axis, found.steps["loss"].count) == (AttemptSpans(900_000, 1), 200)
     assert len(found.steps["loss"].points) == 200

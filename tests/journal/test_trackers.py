@@ -13,13 +13,13 @@ import pytest
 from halfstep.draw.images import write_png
 from halfstep.errors import MissingExtra, UnknownName
 from halfstep.journal.events import Journal
-from halfstep.journal.listeners import tracker_listeners
-from halfstep.journal.trackers import TRACKERS, EventScalars, tracker_hints
+from halfstep.journal.listeners import create_tracker_listeners
+from halfstep.journal.trackers import TRACKERS, ScalarConverter, suggest_tracker_commands
 from tests.journal.told import epoch, note, speed, start, step, whole_run
 
 
 def test_scalars_are_told_as_often_as_the_log() -> None:
-    scales = EventScalars()
+    scales = ScalarConverter()
     assert scales.on_event(start()) is None
     assert scales.on_event(step(1, "gradient_overflow", loss_scale=65536.0)) is None
     assert scales.on_event(step(2, loss_scale=32768.0)) is None
@@ -41,7 +41,7 @@ def test_scalars_are_told_as_often_as_the_log() -> None:
 
 
 def test_an_epoch_tells_both_sides_and_the_last_step_if_nobody_did() -> None:
-    scales = EventScalars()
+    scales = ScalarConverter()
     scales.on_event(start())
     scales.on_event(step(3))
     told = scales.on_event(epoch())
@@ -56,7 +56,7 @@ def test_an_epoch_tells_both_sides_and_the_last_step_if_nobody_did() -> None:
 
 
 def test_gpu_meters_and_what_is_not_known() -> None:
-    scales = EventScalars()
+    scales = ScalarConverter()
     told = scales.on_event(speed(gpu={"utilisation": 0.5, "power_watts": None}, memory=None, train_metrics=None))
     assert told is not None
     assert told.attempt == 0
@@ -66,7 +66,7 @@ def test_gpu_meters_and_what_is_not_known() -> None:
 def test_tensorboard_has_what_the_journal_told(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    journal = Journal(tracker_listeners("tensorboard", tmp_path))
+    journal = Journal(create_tracker_listeners("tensorboard", tmp_path))
     for event in whole_run("fp16"):
         journal.emit(**{name: value for name, value in event.items() if name != "time"})
     assert len(journal.listeners) == 1, "the listener was left out"
@@ -85,7 +85,7 @@ def test_tensorboard_has_what_the_journal_told(tmp_path: Path) -> None:
 def test_tensorboard_takes_numbers_that_are_not_finite(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (listener,) = tracker_listeners("tensorboard", tmp_path)
+    (listener,) = create_tracker_listeners("tensorboard", tmp_path)
     for event in (start(), step(1, "loss_not_finite", loss=math.nan), speed()):
         listener.on_event(event)
     listener.close()
@@ -98,7 +98,7 @@ def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write_png(tmp_path / "pictures" / "epoch-0002.png", np.zeros((5, 7, 3), np.uint8))
-    (listener,) = tracker_listeners("tensorboard", tmp_path)
+    (listener,) = create_tracker_listeners("tensorboard", tmp_path)
     picture = {"event": "saved", "time": 2.0, "kind": "picture", "file": "pictures/epoch-0002.png"}
     for event in (start(), step(12), picture):
         listener.on_event(event)
@@ -112,14 +112,14 @@ def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_says_what_to_type(tmp_path: Path) -> None:
     def lines(tracker: str) -> list[str]:
-        return tracker_hints({"recipe": {"run": {"tracker": tracker}}, "dir": str(tmp_path / "a run")})
+        return suggest_tracker_commands({"recipe": {"run": {"tracker": tracker}}, "dir": str(tmp_path / "a run")})
 
     assert [lines(name) for name in TRACKERS] == [[], [], [], []], "nothing was left there"
     (tmp_path / "a run" / "tensorboard").mkdir(parents=True)
     (tmp_path / "a run" / "wandb" / "offline-run-20260101_000000-abc").mkdir(parents=True)
     assert lines("tensorboard") == [f"to view it: tensorboard --logdir '{tmp_path}/a run/tensorboard'"]
     assert lines("wandb") == [f"to upload it: wandb sync '{tmp_path}/a run/wandb'/offline-run-*"]
-    assert lines("none") == tracker_hints({}) == []
+    assert lines("none") == suggest_tracker_commands({}) == []
 
 
 @pytest.mark.wording
@@ -127,19 +127,19 @@ def test_a_tracker_that_is_not_installed_says_what_to_type(tmp_path: Path, monke
     if importlib.util.find_spec("wandb") is not None:
         pytest.skip("wandb is installed")
     with pytest.raises(MissingExtra, match=r"pip install 'halfstep\[wandb\]'"):
-        tracker_listeners("wandb", tmp_path)
+        create_tracker_listeners("wandb", tmp_path)
     # A folder of its name, such as its runs leave behind, can be imported, and must not pass for it.
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
         with pytest.raises(MissingExtra, match=r"pip install 'halfstep\[wandb\]'"):
-            tracker_listeners("wandb", tmp_path)
+            create_tracker_listeners("wandb", tmp_path)
     finally:
         sys.modules.pop("wandb", None)
 
 
 @pytest.mark.wording
 def test_no_tracker_and_no_such_tracker(tmp_path: Path) -> None:
-    assert tracker_listeners("none", tmp_path) == []
+    assert create_tracker_listeners("none", tmp_path) == []
     with pytest.raises(UnknownName, match="did you mean 'tensorboard'"):
-        tracker_listeners("tensorbord", tmp_path)
+        create_tracker_listeners("tensorbord", tmp_path)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from halfstep.measure.batches import bytes_of, resized, taken_as_samples, tensors
+from halfstep.measure.batches import describe_sample_tensors, list_tensors, resize_batch, sum_storage_bytes
 from halfstep.measure.memory.estimate import estimate
 
 
@@ -21,10 +21,10 @@ def shared_and_alone() -> list[torch.Tensor]:
 
 
 def test_shared_bytes_count_once_in_tensors_with_and_without_memory() -> None:
-    assert bytes_of([]) == 0
-    assert bytes_of(shared_and_alone()) == 400 + 400 + 56
+    assert sum_storage_bytes([]) == 0
+    assert sum_storage_bytes(shared_and_alone()) == 400 + 400 + 56
     with FakeTensorMode():
-        assert bytes_of(shared_and_alone()) == 400 + 400 + 56
+        assert sum_storage_bytes(shared_and_alone()) == 400 + 400 + 56
 
 
 @dataclass
@@ -44,15 +44,15 @@ X, Y = torch.randn(8, 4), torch.arange(8) % 3
 @pytest.mark.parametrize("batch", [Pair(X, Y), UserDict(x=X, y=Y), Graph(X, Y), {"in": Pair(X, Y), "id": ["a"]}])
 def test_batches_may_be_objects_of_a_class(batch: Any) -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        x, y = tensors(batch)
+        x, y = list_tensors(batch)
         return nn.functional.cross_entropy(model(x), y)
 
     model = nn.Linear(4, 3)
     found = estimate(model, loss, batch, precision="fp32")
     assert found.peak == estimate(model, loss, (X, Y), precision="fp32").peak
-    assert tensors(batch)[0] is X
-    assert len(taken_as_samples(batch)) == 2
-    larger = resized(batch, 12)
+    assert list_tensors(batch)[0] is X
+    assert len(describe_sample_tensors(batch)) == 2
+    larger = resize_batch(batch, 12)
     assert type(larger) is type(batch)
-    assert [tuple(tensor.shape) for tensor in tensors(larger)] == [(12, 4), (12,)]
-    assert [tuple(tensor.shape) for tensor in tensors(batch)] == [(8, 4), (8,)]
+    assert [tuple(tensor.shape) for tensor in list_tensors(larger)] == [(12, 4), (12,)]
+    assert [tuple(tensor.shape) for tensor in list_tensors(batch)] == [(8, 4), (8,)]

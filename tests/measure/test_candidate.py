@@ -13,12 +13,12 @@ import torch
 
 from halfstep.errors import HalfstepError
 from halfstep.measure.candidate import Candidate
-from halfstep.measure.case import Case, case_of
-from halfstep.measure.conditions import busy, conditions, in_words
+from halfstep.measure.case import Case, build_case
+from halfstep.measure.conditions import collect_conditions, describe_conditions, describe_load_problem
 from halfstep.measure.local_candidate import LocalCandidate
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.timing import Speed, TimedRace, race, warm
+from halfstep.measure.timing import Speed, TimedRace, race_candidates, warm_up_candidate
 from halfstep.measure.worker_process import CandidateFailed, CandidateProcess, CandidateTooSlow
 from tests.support import cases
 
@@ -75,7 +75,7 @@ def test_a_candidate_that_ran_out_of_memory_says_so_in_a_field(error: Exception,
     def loss(_model: torch.nn.Module, _batch: torch.Tensor) -> torch.Tensor:
         raise error
 
-    here = LocalCandidate(case_of(torch.nn.Linear(2, 2), loss, torch.ones(1, 2)), StepSetting())
+    here = LocalCandidate(build_case(torch.nn.Linear(2, 2), loss, torch.ones(1, 2)), StepSetting())
     here.open()
     with pytest.raises(CandidateFailed) as failed:
         here.seconds()
@@ -111,23 +111,25 @@ class Clockwork:
 
 def test_warming_up_ends_when_three_times_agree() -> None:
     arm = Clockwork(9.0, 4.0, 1.2, 1.0, 1.01, 1.02, 1.0)
-    assert warm(arm) == 1.02
+    assert warm_up_candidate(arm) == 1.02
     assert arm.calls == 6
     restless = Clockwork(*(1.0 + (n % 2) for n in range(100)))
-    warm(restless)
+    warm_up_candidate(restless)
     assert restless.calls == 20
 
 
 def test_a_race_pairs_times_and_gives_no_verdict_where_it_cannot() -> None:
-    found = race({"base": Clockwork(2.0), "fast": Clockwork(1.0), "noisy": Clockwork(1.9, 2.1, 1.9, 2.1)},
+    found = race_candidates({"base": Clockwork(2.0), "fast": Clockwork(1.0), "noisy": Clockwork(1.9, 2.1, 1.9, 2.1)},
                  baseline="base", pairs=20)  # fmt: skip
     assert not found.interrupted
     assert found.speeds["fast"] == Speed(1.0, 2.0, 2.0, 2.0, 20)
     assert found.speeds["fast"].verdict == "faster"
     assert found.speeds["base"].verdict == "can't tell"
     two = {"base": Clockwork(1.0), "slow": Clockwork(4.0)}
-    assert race(two, baseline="base", pairs=6).speeds["slow"].verdict == "slower"
-    assert race(two, baseline="base", pairs=5).speeds["slow"].verdict == "can't tell", "five pairs are no 95 %"
+    assert race_candidates(two, baseline="base", pairs=6).speeds["slow"].verdict == "slower"
+    assert race_candidates(two, baseline="base", pairs=5).speeds["slow"].verdict == "can't tell", (
+        "five pairs are no 95 %"
+    )
 
 
 def test_a_race_ends_in_time_and_on_ctrl_c_with_what_it_has() -> None:
@@ -137,13 +139,13 @@ def test_a_race_ends_in_time_and_on_ctrl_c_with_what_it_has() -> None:
                 raise KeyboardInterrupt
             return super().seconds(steps)
 
-    interrupted = race({"a": Interrupted(1.0)}, baseline="a", pairs=10)
+    interrupted = race_candidates({"a": Interrupted(1.0)}, baseline="a", pairs=10)
     assert interrupted.interrupted
     assert interrupted.speeds["a"].pairs == 3
     at_once = Interrupted(1.0)
     at_once.calls = 3
-    assert race({"a": at_once}, baseline="a") == TimedRace({}, interrupted=True)
-    late = race({"a": Clockwork(1.0)}, baseline="a", pairs=10, seconds=0.0)
+    assert race_candidates({"a": at_once}, baseline="a") == TimedRace({}, interrupted=True)
+    late = race_candidates({"a": Clockwork(1.0)}, baseline="a", pairs=10, seconds=0.0)
     assert late.speeds["a"].pairs == 1
     assert not late.interrupted
 
@@ -163,15 +165,17 @@ class Failing(Clockwork):
 
 def test_an_arm_that_fails_leaves_the_race_and_the_others_go_on() -> None:
     error = CandidateFailed("ValueError: call 61")
-    found = race({"a": Clockwork(2.0), "b": Failing(error, 4), "c": Clockwork(1.0)}, baseline="a", pairs=10)
+    found = race_candidates({"a": Clockwork(2.0), "b": Failing(error, 4), "c": Clockwork(1.0)}, baseline="a", pairs=10)
     assert found.failed == {"b": error}
     assert found.speeds["b"].pairs == 4
     assert found.speeds["c"].pairs == 10
-    alone = race({"a": Clockwork(2.0), "b": Failing(error, 4)}, baseline="a", pairs=10)
+    alone = race_candidates({"a": Clockwork(2.0), "b": Failing(error, 4)}, baseline="a", pairs=10)
     assert alone.speeds["a"].pairs < 10, "a baseline does not race with itself"
     with pytest.raises(CandidateFailed, match="call 61"):
-        race({"a": Failing(error, 4), "b": Clockwork(1.0)}, baseline="a", pairs=10)
-    late = race({"a": Failing(CandidateTooSlow("time is up"), 4), "b": Clockwork(1.0)}, baseline="a", pairs=10)
+        race_candidates({"a": Failing(error, 4), "b": Clockwork(1.0)}, baseline="a", pairs=10)
+    late = race_candidates(
+        {"a": Failing(CandidateTooSlow("time is up"), 4), "b": Clockwork(1.0)}, baseline="a", pairs=10
+    )
     assert late.speeds["b"].pairs == 4
     assert "a" in late.failed
 
@@ -228,7 +232,7 @@ def _is_gone(pid: int) -> bool:
 def dropping() -> Case:
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 10))
-    return case_of(model, cases.loss_fn, (torch.randn(8, 64), torch.randint(0, 10, (8,))))
+    return build_case(model, cases.loss_fn, (torch.randn(8, 64), torch.randint(0, 10, (8,))))
 
 
 def test_arms_draw_the_same_random_numbers_and_leave_the_callers_alone() -> None:
@@ -244,10 +248,10 @@ def test_arms_draw_the_same_random_numbers_and_leave_the_callers_alone() -> None
 
 
 def test_conditions_show_what_reaches_the_device_and_warn_of_other_work() -> None:
-    found = conditions("cpu")
-    assert "cuda" not in in_words(found)
-    assert "cudnn" not in in_words(found)
-    assert "mkldnn.matmul" in in_words(found)
-    assert "cudnn.conv" in in_words({**found, "place": "cuda:0"})
-    assert busy({"load": 3.14, "cores": 2}).startswith("load 3.1 on 2 cores before measuring began")
-    assert busy({"load": 0.4, "cores": 2}) == busy({"load": None, "cores": 2}) == ""
+    found = collect_conditions("cpu")
+    assert "cuda" not in describe_conditions(found)
+    assert "cudnn" not in describe_conditions(found)
+    assert "mkldnn.matmul" in describe_conditions(found)
+    assert "cudnn.conv" in describe_conditions({**found, "place": "cuda:0"})
+    assert describe_load_problem({"load": 3.14, "cores": 2}).startswith("load 3.1 on 2 cores before measuring began")
+    assert describe_load_problem({"load": 0.4, "cores": 2}) == describe_load_problem({"load": None, "cores": 2}) == ""

@@ -8,12 +8,12 @@ import sys
 
 import torch
 
-from halfstep.measure.candidate import peak_bytes
+from halfstep.measure.candidate import measure_peak_bytes
 
 QUIET = """
 import torch
-from halfstep.measure.candidate import peak_bytes
-assert peak_bytes(lambda: torch.empty(1 << 20), torch.device("cpu"), []) >= 4 << 20
+from halfstep.measure.candidate import measure_peak_bytes
+assert measure_peak_bytes(lambda: torch.empty(1 << 20), torch.device("cpu"), []) >= 4 << 20
 """
 
 
@@ -34,4 +34,4 @@ def test_what_is_held_and_what_is_made_together() -> None:
         del first
         torch.empty(700)
 
-    assert peak_bytes(call, torch.device("cpu"), [held, held.view(10, 100)]) == 4 * (1000 + 700)
+    assert measure_peak_bytes(call, torch.device("cpu"), [held, held.view(10, 100)]) == 4 * (1000 + 700)

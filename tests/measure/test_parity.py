@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.measure.parity import ParityTest, half_a_point, margin_of, parity, student
+from halfstep.measure.parity import (
+    ParityTest,
+    compare_paired_metrics,
+    compute_margin,
+    compute_smallest_margin,
+    compute_student_quantile,
+)
 
 # Student's t at 95 % one-sided and 97.5 % one-sided, as the tables in books print it.
 TABLE = {
@@ -26,7 +32,7 @@ BASE = [0.90, 0.91, 0.92, 0.91, 0.91]
 
 
 def judged(base: list[float], arm: list[float], points: float = 0.005, higher_is_better: bool = True) -> ParityTest:
-    return parity(base, arm, margin_of(base, points=points), higher_is_better=higher_is_better)
+    return compare_paired_metrics(base, arm, compute_margin(base, points=points), higher_is_better=higher_is_better)
 
 
 def moved(base: list[float], *by: float) -> list[float]:
@@ -35,12 +41,12 @@ def moved(base: list[float], *by: float) -> list[float]:
 
 @pytest.mark.parametrize("freedom", TABLE)
 def test_student_is_that_of_the_tables(freedom: int) -> None:
-    assert student(0.90, freedom) == pytest.approx(TABLE[freedom][0], abs=6e-4)
-    assert student(0.95, freedom) == pytest.approx(TABLE[freedom][1], abs=6e-4)
+    assert compute_student_quantile(0.90, freedom) == pytest.approx(TABLE[freedom][0], abs=6e-4)
+    assert compute_student_quantile(0.95, freedom) == pytest.approx(TABLE[freedom][1], abs=6e-4)
 
 
 def test_student_of_very_many_is_the_normal_distribution() -> None:
-    assert student(0.95, 10_000) == pytest.approx(1.95996, abs=3e-4)
+    assert compute_student_quantile(0.95, 10_000) == pytest.approx(1.95996, abs=3e-4)
 
 
 def test_the_interval_is_that_worked_out_by_hand() -> None:
@@ -80,7 +86,7 @@ def test_a_margin_is_never_below_half_a_point_and_a_wide_one_is_told() -> None:
     still = [0.9] * 4
     found = judged(still, moved(still, -0.004))
     assert (found.margin, found.verdict, found.note) == (0.005, "same", "")
-    assert not margin_of(still, points=0.005).wide
+    assert not compute_margin(still, points=0.005).wide
     assert judged(still, moved(still, -0.006)).verdict == "worse"
     for noisy, wide in (([0.88, 0.9, 0.92], True), ([0.896, 0.9, 0.904], True), ([0.897, 0.9, 0.903], False)):
         assert ("wide margin" in judged(noisy, noisy).note) == wide, "from one percentage point on"
@@ -88,7 +94,7 @@ def test_a_margin_is_never_below_half_a_point_and_a_wide_one_is_told() -> None:
 
 def test_a_margin_of_more_than_ten_points_tells_nothing_but_that_fp32_is_unsteady() -> None:
     wild = [0.1, 0.9, 0.5]
-    assert margin_of(wild, points=0.005).unsteady
+    assert compute_margin(wild, points=0.005).unsteady
     for by in (0.0, -0.05, -2.0, +2.0):
         found = judged(wild, moved(wild, by))
         assert (found.verdict, found.note) == ("can't tell", "fp32 itself is too unsteady from seed to seed")
@@ -105,22 +111,22 @@ def test_metrics_that_never_vary_are_told() -> None:
 
 
 def test_the_margin_is_of_all_seeds_of_fp32_whichever_an_arm_has() -> None:
-    margin = margin_of(BASE, points=0.005)
-    few = parity(BASE[:3], moved(BASE[:3], -0.001), margin, higher_is_better=True)
+    margin = compute_margin(BASE, points=0.005)
+    few = compare_paired_metrics(BASE[:3], moved(BASE[:3], -0.001), margin, higher_is_better=True)
     assert few.margin == margin.size == pytest.approx(3 * math.sqrt(0.0002 / 4))
     assert margin.seeds == 5
-    assert margin_of([*BASE, math.nan], points=0.005).size == margin.size
+    assert compute_margin([*BASE, math.nan], points=0.005).size == margin.size
 
 
 def test_losses_run_the_other_way() -> None:
     base = [2.0, 2.0, 2.0]
-    points = half_a_point(base, higher_is_better=False)
+    points = compute_smallest_margin(base, higher_is_better=False)
     assert points == pytest.approx(0.01)
     assert judged(base, [2.02, 2.02, 2.02], points, higher_is_better=False).verdict == "worse"
     assert judged(base, [1.995, 1.995, 1.995], points, higher_is_better=False).verdict == "same"
     assert "better" in judged(base, [1.5, 1.5, 1.5], points, higher_is_better=False).note
-    assert half_a_point(base, higher_is_better=True) == 0.005
-    assert half_a_point([math.nan], higher_is_better=False) > 0
+    assert compute_smallest_margin(base, higher_is_better=True) == 0.005
+    assert compute_smallest_margin([math.nan], higher_is_better=False) > 0
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

@@ -10,8 +10,8 @@ import pytest
 import halfstep
 from halfstep.errors import WrongUse
 from halfstep.measure.case import Case
-from halfstep.measure.subject import Subject, subject_of
-from halfstep.numbers import size
+from halfstep.measure.subject import Subject, resolve_subject
+from halfstep.numbers import format_bytes
 from tests.support.cases import linear
 
 CASE = "tests.support.cases:linear"
@@ -21,16 +21,16 @@ TOOLS = (halfstep.audit, halfstep.bench, halfstep.estimate, halfstep.plan, halfs
 
 def test_a_model_is_a_case_of_this_process_and_text_is_a_subject_for_any() -> None:
     model, loss_fn, batch = linear()
-    live = subject_of(model, loss_fn, batch)
+    live = resolve_subject(model, loss_fn, batch)
     assert isinstance(live, Case)
     assert (live.model, live.loss_fn, live.batch) == (model, loss_fn, batch)
     assert live.open() is live
-    made = subject_of(linear)
+    made = resolve_subject(linear)
     assert isinstance(made, Case)
     assert made.name == CASE
-    assert subject_of(CASE) == Subject(CASE)
-    assert subject_of(Path("a/mine.yaml"), settings=["--bf16"]) == Subject("a/mine.yaml", ("--bf16",))
-    changed = subject_of(RECIPE, settings={"train.batch_size": 2, "precision": "fp32", "train.clip_norm": None})
+    assert resolve_subject(CASE) == Subject(CASE)
+    assert resolve_subject(Path("a/mine.yaml"), settings=["--bf16"]) == Subject("a/mine.yaml", ("--bf16",))
+    changed = resolve_subject(RECIPE, settings={"train.batch_size": 2, "precision": "fp32", "train.clip_norm": None})
     assert isinstance(changed, Subject)
     setting = changed.open().setting
     assert (setting.batch, setting.precision) == (2, "fp32")
@@ -59,9 +59,9 @@ def test_every_tool_refuses_the_same_things(tool: Any, arguments: tuple[Any, ...
 def test_estimate_audit_and_survival_take_each(arguments: tuple[Any, ...]) -> None:
     ledger = halfstep.estimate(*arguments, precision="fp32")
     assert ledger.peak > 0
-    assert str(ledger).startswith(f"peak {size(ledger.peak)} in fp32 at batch {ledger.samples}")
+    assert str(ledger).startswith(f"peak {format_bytes(ledger.peak)} in fp32 at batch {ledger.samples}")
     assert "Saved for backward" in str(ledger)
-    assert all(word in ledger._repr_html_() for word in ("<svg", "weights", size(ledger.peak)))
+    assert all(word in ledger._repr_html_() for word in ("<svg", "weights", format_bytes(ledger.peak)))
     found = halfstep.audit(*arguments, precision="fp16")
     assert str(found).splitlines()[0] == f"fp16: {found.verdict}"
     assert str(halfstep.survival(*arguments)).startswith("fp16")

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Counted, island
-from halfstep.draw.terminal import text_of
+from halfstep.draw.terminal import render_plain_text
 from halfstep.errors import UnknownName, WrongUse
 from halfstep.measure.subject import Subject
 from halfstep.measure.survival import survival
-from halfstep.measure.survival_report import survival_page
-from halfstep.observe.emulate import RoundedBlocks
+from halfstep.measure.survival_report import build_survival_page
+from halfstep.observe.emulate import BlockRounder
 from tests.support.models import buffered_model
 
 
@@ -134,7 +134,7 @@ def test_healthy_models_survive(name: str) -> None:
 
 
 def test_nvfp4_rounds_each_block_of_sixteen_to_e2m1() -> None:
-    rounding = RoundedBlocks()
+    rounding = BlockRounder()
     row = torch.tensor([6.0, 0.24, 0.26, -0.76, 1.3, 1.8, 2.4, -2.6, 3.4, 3.6, 4.9, -5.1, 0.0, 1.0, 1.5, 2.0])
     wanted = torch.tensor([6.0, 0.0, 0.5, -1.0, 1.5, 2.0, 2.0, -3.0, 3.0, 4.0, 4.0, -6.0, 0.0, 1.0, 1.5, 2.0])
     # A block a thousand times as large keeps the numbers of its neighbor: each has its own scale.
@@ -327,11 +327,11 @@ def test_wrong_use_is_refused() -> None:
 def test_the_page_says_the_verdict_first_and_what_to_type_last() -> None:
     case = Subject("tests.support.cases:convolutions").open()
     found = [survival(Net(1e5), classify, IMAGES), survival(case, format_name="fp8_e4m3")]
-    lines = [line.rstrip() for line in text_of(survival_page(found)).splitlines() if line.strip()]
+    lines = [line.rstrip() for line in render_plain_text(build_survival_page(found)).splitlines() if line.strip()]
     assert lines[0].startswith("fp16: overflows in neck.0 (aten.convolution)")
     assert lines[-2:] == ['  island(model, "neck")', '  precision="bf16"']
     assert max(map(len, lines)) <= 80
     held = survival(case)
     assert str(held).splitlines()[-1].startswith("  halfstep plan CASE")
     assert "<table" in held._repr_html_()
-    assert "No format" in text_of(survival_page([]))
+    assert "No format" in render_plain_text(build_survival_page([]))

@@ -16,10 +16,10 @@ from halfstep.observe.emulate import (
     FORWARD,
     WEIGHTS,
     FormatEmulator,
-    RoundedOperands,
-    RoundedOutputs,
-    over_the_whole_range,
-    rounded_to,
+    OperandRounder,
+    OutputRounder,
+    compute_full_range_factor,
+    round_to_format,
 )
 from halfstep.observe.recorder import Recorder
 
@@ -47,19 +47,19 @@ def test_numbers_go_to_the_nearest_one_and_halves_to_the_even_one(format: Format
     low, high, between = grid[:-1][exact], grid[1:][exact], between[exact]
     even = torch.arange(len(grid) - 1)[exact] % 2 == 0
     expected = torch.where(even, low, high)
-    assert torch.equal(rounded_to(format, between.float()).double(), expected)
-    assert torch.equal(rounded_to(format, -between.float()).double(), -expected)
+    assert torch.equal(round_to_format(format, between.float()).double(), expected)
+    assert torch.equal(round_to_format(format, -between.float()).double(), -expected)
     above = torch.nextafter(between.float(), torch.tensor(INF))
-    assert torch.equal(rounded_to(format, above).double(), high)
-    assert torch.equal(rounded_to(format, grid.float()).double(), grid)
+    assert torch.equal(round_to_format(format, above).double(), high)
+    assert torch.equal(round_to_format(format, grid.float()).double(), grid)
 
 
 def test_zero_keeps_its_sign_and_nan_stays() -> None:
     for format in (FP16, BF16, FP8_E4M3, FP8_E5M2):
-        out = rounded_to(format, torch.tensor([0.0, -0.0, NAN]))
+        out = round_to_format(format, torch.tensor([0.0, -0.0, NAN]))
         assert out.signbit()[:2].tolist() == [False, True]
         assert out[2].isnan()
-    assert rounded_to(FP8_E5M2, torch.tensor([INF, -INF, 1e9])).tolist() == [INF, -INF, INF]
+    assert round_to_format(FP8_E5M2, torch.tensor([INF, -INF, 1e9])).tolist() == [INF, -INF, INF]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def emulated(rounding: FormatEmulator, call: Any, model: nn.Module | None = None
 )  # fmt: skip
 def test_operations_give_what_torch_gives_to_the_bit(format: Format, call: Any) -> None:
     x = torch.cat([SPECIAL, torch.randn(500), torch.randn(500) * 1e-4, torch.randn(500) * 1e4]).to(format.dtype)
-    ours, torchs = emulated(RoundedOutputs(format), lambda: call(x)), call(x)
+    ours, torchs = emulated(OutputRounder(format), lambda: call(x)), call(x)
     assert ours.dtype is torchs.dtype is format.dtype
     for one, other in zip(bits(ours), bits(torchs), strict=True):
         assert torch.equal(one, other)
@@ -97,7 +97,7 @@ def test_results_keep_the_dtypes_that_torch_gives_them() -> None:
         lambda: nn.functional.layer_norm(x, [8]), lambda: nn.functional.max_pool1d(x, 2, return_indices=True),
     ]  # fmt: skip
     for call in calls:
-        ours, torchs = emulated(RoundedOutputs(FP16), call), call()
+        ours, torchs = emulated(OutputRounder(FP16), call), call()
         assert [t.dtype for t in (ours if isinstance(ours, tuple) else [ours])] == [
             t.dtype for t in (torchs if isinstance(torchs, tuple) else [torchs])
         ]
@@ -112,7 +112,7 @@ def test_views_and_writes_still_reach_the_same_memory() -> None:
         torch.mul(x, 2, out=out)
         return x.view(16)
 
-    rounding = RoundedOutputs(FP16)
+    rounding = OutputRounder(FP16)
     view = emulated(rounding, call)
     assert view.data_ptr() == x.data_ptr()
     assert x[0].tolist() == [3.0] * 4
@@ -123,7 +123,7 @@ def test_views_and_writes_still_reach_the_same_memory() -> None:
 
 def test_what_overflows_vanishes_or_is_subnormal_is_counted() -> None:
     x = torch.tensor([300.0, 1e-3, 1e-4, 2e-2, 0.0, INF, NAN]).half()
-    rounding = RoundedOutputs(FP16)
+    rounding = OutputRounder(FP16)
     emulated(rounding, lambda: x * x)
     found = rounding.ranges.by_place["(outside the model)", FORWARD]
     # 90000 overflows, 1e-6 is subnormal, 1e-8 vanishes, 4e-4 is fine; inf and NaN were so before.
@@ -136,10 +136,10 @@ def test_what_overflows_vanishes_or_is_subnormal_is_counted() -> None:
 
 
 def test_nothing_at_all_is_no_error() -> None:
-    rounding = RoundedOutputs(FP16)
+    rounding = OutputRounder(FP16)
     assert emulated(rounding, lambda: torch.zeros(0, 3).half() * 2).shape == (0, 3)
     assert rounding.ranges.by_place == {}
-    fp8 = RoundedOperands(FP8_E4M3, FP8_E5M2, over_the_whole_range)
+    fp8 = OperandRounder(FP8_E4M3, FP8_E5M2, compute_full_range_factor)
     assert emulated(fp8, lambda: torch.zeros(0, 3).bfloat16() @ torch.ones(3, 2).bfloat16()).shape == (0, 2)
     assert emulated(fp8, lambda: torch.zeros(2, 3).bfloat16() @ torch.ones(3, 1).bfloat16()).tolist() == [[0.0], [0.0]]
 
@@ -149,7 +149,7 @@ def test_a_linear_layer_is_what_autocast_computes(dtype: torch.dtype) -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)), torch.randn(32, 64)
     with torch.autocast("cpu", dtype=dtype):
         torchs = model(x)
-        ours = emulated(RoundedOutputs(FP16 if dtype is torch.float16 else BF16), lambda: model(x), model)
+        ours = emulated(OutputRounder(FP16 if dtype is torch.float16 else BF16), lambda: model(x), model)
     assert ours.dtype is torchs.dtype is dtype
     # One step of the format at the size of the result: sums in another order may round to the neighbor.
     assert (ours.float() - torchs.float()).abs().max() <= torch.finfo(dtype).eps * torchs.float().abs().max()
@@ -167,7 +167,7 @@ class Spy(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("rounding", [RoundedOutputs(FP16), RoundedOperands(FP8_E4M3, FP8_E5M2)], ids=["fp16", "fp8"])
+@pytest.mark.parametrize("rounding", [OutputRounder(FP16), OperandRounder(FP8_E4M3, FP8_E5M2)], ids=["fp16", "fp8"])
 def test_convolutions_compute_in_fp32_forward_and_backward(rounding: FormatEmulator) -> None:
     model, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8, requires_grad=True)
     with Spy() as spy, Recorder(model, rounding, rounding.run):
@@ -184,7 +184,7 @@ def test_convolutions_compute_in_fp32_forward_and_backward(rounding: FormatEmula
 def test_weights_are_told_from_results_and_each_cast_counts_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     x = torch.randn(3, 4)
-    rounding = RoundedOutputs(FP16)
+    rounding = OutputRounder(FP16)
     with torch.autocast("cpu", dtype=torch.float16):
         emulated(rounding, lambda: model(model(x)), model)
     assert rounding.ranges.by_place["0", WEIGHTS].nonzero == 16  # autocast keeps the cast for the second call
@@ -192,7 +192,7 @@ def test_weights_are_told_from_results_and_each_cast_counts_once() -> None:
 
 
 def test_a_gradient_belongs_to_the_layer_although_batches_are_counted_after_it() -> None:
-    model, rounding = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), RoundedOutputs(FP16)
+    model, rounding = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), OutputRounder(FP16)
 
     def call() -> None:
         with torch.autocast("cpu", dtype=torch.float16):
@@ -208,7 +208,7 @@ def test_fp8_rounds_operands_to_e4m3_and_gradients_to_e5m2() -> None:
     grad = torch.randn(5, 6).bfloat16() * 100
     x.requires_grad_()
     w.requires_grad_()
-    rounding = RoundedOperands(FP8_E4M3, FP8_E5M2)
+    rounding = OperandRounder(FP8_E4M3, FP8_E5M2)
 
     def call() -> Tensor:
         out = x @ w.t()
@@ -216,8 +216,8 @@ def test_fp8_rounds_operands_to_e4m3_and_gradients_to_e5m2() -> None:
         return out
 
     out = emulated(rounding, call).detach()
-    qx, qw = (rounded_to(FP8_E4M3, t.detach().float()) for t in (x, w))
-    qg = rounded_to(FP8_E5M2, grad.float())
+    qx, qw = (round_to_format(FP8_E4M3, t.detach().float()) for t in (x, w))
+    qg = round_to_format(FP8_E5M2, grad.float())
     assert torch.equal(out, (qx @ qw.t()).bfloat16())
     assert x.grad is not None
     assert w.grad is not None
@@ -229,24 +229,24 @@ def test_fp8_rounds_operands_to_e4m3_and_gradients_to_e5m2() -> None:
 
 def test_a_scale_for_each_tensor_uses_the_whole_range() -> None:
     for size in (1e-6, 1.0, 1e5):
-        x, rounding = (torch.rand(8, 8) + 1) * size, RoundedOperands(FP8_E4M3, FP8_E5M2, over_the_whole_range)
+        x, rounding = (torch.rand(8, 8) + 1) * size, OperandRounder(FP8_E4M3, FP8_E5M2, compute_full_range_factor)
         out = emulated(rounding, lambda x=x: x.bfloat16() @ torch.eye(8).bfloat16())
         assert ((out.float() - x).abs() / x).max() < 2 * FP8_E4M3.epsilon
         assert rounding.ranges.total(FORWARD).overflows == 0
-    as_it_is = RoundedOperands(FP8_E4M3, FP8_E5M2)
+    as_it_is = OperandRounder(FP8_E4M3, FP8_E5M2)
     emulated(as_it_is, lambda: (torch.ones(8, 8) * 1e5).bfloat16() @ torch.eye(8).bfloat16())
     # However torch casts to a format without an inf, it did not fit.
     assert as_it_is.ranges.total(FORWARD).overflows == 64
 
 
 def test_fp32_work_is_left_alone() -> None:
-    rounding, x = RoundedOutputs(FP16), torch.randn(4, 4)
+    rounding, x = OutputRounder(FP16), torch.randn(4, 4)
     assert torch.equal(emulated(rounding, lambda: x @ x * 1e9), x @ x * 1e9)
     assert rounding.ranges.by_place == {}
 
 
 def test_a_result_that_is_no_tensor_stays_as_it_is() -> None:
     """An operation may give nothing in one format where it gives a tensor in another."""
-    rounding = RoundedOutputs(FP16)
+    rounding = OutputRounder(FP16)
     assert rounding._round(None, torch.float16) is None
     assert rounding._round(3, torch.float16) == 3

@@ -10,9 +10,15 @@ from torch import Tensor, nn
 
 from halfstep import Stepper, island
 from halfstep.errors import PrecisionNotObserved
-from halfstep.observe.flops import Observation, computed_in, flops, guessed, is_unknown
+from halfstep.observe.flops import (
+    Observation,
+    count_flops,
+    estimate_unknown_flops,
+    is_uncounted_operation,
+    name_operation_format,
+)
 from halfstep.observe.recorder import Operation, Recorder
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 
 
 def mse(model: nn.Module, x: Tensor) -> Tensor:
@@ -21,7 +27,7 @@ def mse(model: nn.Module, x: Tensor) -> Tensor:
 
 def make(model: nn.Module, precision: str = "bf16", **options: Any) -> Stepper:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return Stepper(model, torch.optim.SGD(trained, 0.01), precision=precision_named(precision), **options)
+    return Stepper(model, torch.optim.SGD(trained, 0.01), precision=resolve_precision_name(precision), **options)
 
 
 def recorded(model: nn.Module, run: Any) -> list[Operation]:
@@ -151,18 +157,18 @@ def test_a_recurrent_layer_under_autocast_is_as_asked() -> None:
 def test_the_work_of_an_lstm_is_counted_exactly(bidirectional: bool) -> None:
     model = nn.LSTM(8, 16, bidirectional=bidirectional)
     seen = recorded(model, lambda: model(torch.randn(5, 3, 8))[0].sum().backward())
-    forward = sum(flops(op) for op in seen if not op.backward)
+    forward = sum(count_flops(op) for op in seen if not op.backward)
     directions = 2 if bidirectional else 1
     assert forward == directions * 2 * 5 * 3 * (4 * 16 * 8 + 4 * 16 * 16)
-    assert sum(flops(op) for op in seen if op.backward) == 2 * forward
+    assert sum(count_flops(op) for op in seen if op.backward) == 2 * forward
 
 
 def test_the_kernel_of_a_gpu_is_counted_by_its_matrices() -> None:
     weights = [torch.empty(64, 8), torch.empty(64, 16), torch.empty(64), torch.empty(64)]
     function = torch.ops.aten._cudnn_rnn.default
     operation = Operation(function, (torch.empty(5, 3, 8), weights), {}, None, "", False, False)
-    assert flops(operation) == 2 * 5 * 3 * (64 * 8 + 64 * 16)
-    assert computed_in(operation) == "fp32"
+    assert count_flops(operation) == 2 * 5 * 3 * (64 * 8 + 64 * 16)
+    assert name_operation_format(operation) == "fp32"
 
 
 # -- sparse and fp8 ------------------------------------------------------------------------------------------------
@@ -175,14 +181,16 @@ def test_sparse_products_count_what_is_stored(layout: str) -> None:
     sparse, x = getattr(dense, layout)(), torch.randn(40, 8, requires_grad=True)
     seen = recorded(nn.Identity(), lambda: torch.sparse.mm(sparse, x).sum().backward())
     stored = int(dense.count_nonzero())
-    assert [flops(op) for op in seen if flops(op)] == [2 * stored * 8, 2 * stored * 8]
-    assert not any(map(is_unknown, seen))
+    assert [count_flops(op) for op in seen if count_flops(op)] == [2 * stored * 8, 2 * stored * 8]
+    assert not any(map(is_uncounted_operation, seen))
 
 
 def test_a_product_of_two_sparse_matrices_is_unknown() -> None:
     a = (torch.rand(20, 20) < 0.2).float().to_sparse()
     seen = recorded(nn.Identity(), lambda: torch.sparse.mm(a, a))
-    assert [str(op.function._overloadpacket) for op in seen if is_unknown(op)] == ["aten._sparse_sparse_matmul"]
+    assert [str(op.function._overloadpacket) for op in seen if is_uncounted_operation(op)] == [
+        "aten._sparse_sparse_matmul"
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
@@ -243,12 +251,12 @@ def test_the_guess_for_a_product_is_exact_and_for_nothing_is_nothing() -> None:
     function = torch.ops.halfstep_test.product.default
     given = torch.empty(6, 8), torch.empty(8, 10)
     operation = Operation(function, given, {}, torch.empty(6, 10), "", False, False)
-    assert is_unknown(operation)
-    assert guessed(operation) == (2 * 6 * 8 * 10, "fp32")
+    assert is_uncounted_operation(operation)
+    assert estimate_unknown_flops(operation) == (2 * 6 * 8 * 10, "fp32")
     empty = torch.empty(0, 8), torch.empty(8, 10)
-    assert guessed(Operation(function, empty, {}, torch.empty(0, 10), "", False, False))[0] == 0
+    assert estimate_unknown_flops(Operation(function, empty, {}, torch.empty(0, 10), "", False, False))[0] == 0
     whole = torch.ones(3, dtype=torch.int64)
-    assert not is_unknown(Operation(function, (whole, whole), {}, whole, "", False, False))
+    assert not is_uncounted_operation(Operation(function, (whole, whole), {}, whole, "", False, False))
 
 
 def test_what_torch_computes_one_by_one_is_not_unknown() -> None:
@@ -259,4 +267,4 @@ def test_what_torch_computes_one_by_one_is_not_unknown() -> None:
         y = nn.functional.group_norm(y, 3).softmax(-1).cumsum(-1).sort(-1)[0]
         (y.sum() + torch.linalg.norm(x) + nn.functional.cross_entropy(x.flatten(2)[0], torch.ones(3).long())).backward()
 
-    assert [op for op in recorded(nn.Identity(), run) if is_unknown(op)] == []
+    assert [op for op in recorded(nn.Identity(), run) if is_uncounted_operation(op)] == []

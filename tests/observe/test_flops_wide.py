@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from halfstep import Stepper
 from halfstep.errors import PrecisionNotObserved
-from halfstep.observe.flops import Observation, guessed, is_unknown
+from halfstep.observe.flops import Observation, estimate_unknown_flops, is_uncounted_operation
 from halfstep.observe.recorder import Operation, Recorder
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 
 N = 64
 EYE = torch.eye(N)
@@ -42,7 +42,7 @@ def observed(operation: Callable[[Tensor, Tensor], Tensor], precision: str = "bf
     torch.manual_seed(0)
     model = Uses(operation, head)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    stepper = Stepper(model, optimizer, precision=precision_named(precision))
+    stepper = Stepper(model, optimizer, precision=resolve_precision_name(precision))
     assert stepper.step(mse, torch.randn(N, N)).applied
     assert stepper.observed is not None
     return stepper.observed
@@ -146,7 +146,9 @@ def work_of(run: Callable[[], Any]) -> list[tuple[str, int, str]]:
     seen: list[Operation] = []
     with Recorder(nn.Identity(), seen.append):
         run()
-    return [(str(op.function._overloadpacket), *guessed(op)) for op in seen if is_unknown(op)]
+    return [
+        (str(op.function._overloadpacket), *estimate_unknown_flops(op)) for op in seen if is_uncounted_operation(op)
+    ]
 
 
 def test_a_complex_product_is_four_real_ones() -> None:

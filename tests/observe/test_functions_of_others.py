@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.finding import Finding
-from halfstep.observe.lint.functions import OwnFunctions
+from halfstep.observe.lint.functions import OwnFunctionLint
 from tests.support.functions import Applied, Bare, Layer, between, found, mse
 
 
@@ -62,7 +62,7 @@ def test_a_wrapped_model_is_looked_through(layer: nn.Module) -> None:
     told: list[Finding] = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = mse(model, torch.randn(4, 8))
-    with OwnFunctions(lambda node: "", lambda finding, module, line: told.append(finding)):
+    with OwnFunctionLint(lambda node: "", lambda finding, module, line: told.append(finding)):
         loss.backward()
     assert ["Bare" in finding.evidence for finding in told] == ([True] if isinstance(layer, Layer) else [])
 
@@ -110,7 +110,7 @@ def test_a_deep_graph_and_none_at_all() -> None:
     x = weight = torch.ones((), requires_grad=True)
     for _ in range(20_000):
         x = x + 1
-    with OwnFunctions(lambda node: "", lambda finding, module, line: told.append(finding)):
+    with OwnFunctionLint(lambda node: "", lambda finding, module, line: told.append(finding)):
         x.backward()
         weight.backward()
     assert weight.grad == 2

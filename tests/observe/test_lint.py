@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.formats import BF16, FP16, Format
-from halfstep.observe.emulate import RoundedOutputs
-from halfstep.observe.lint.calls import Calls
-from halfstep.observe.lint.listener import Lint, Spotted
+from halfstep.observe.emulate import OutputRounder
+from halfstep.observe.lint.calls import LossFunctionCalls
+from halfstep.observe.lint.listener import LintListener, PlacedFinding
 from halfstep.observe.recorder import Operation, Recorder
 
 Forward = Callable[["Planted", Tensor], Tensor]
@@ -37,10 +37,10 @@ class Planted(nn.Module):
 
 def spotted(
     forward: Forward, format: Format = BF16, x: Tensor | None = None, model: nn.Module | None = None
-) -> list[Spotted]:
+) -> list[PlacedFinding]:
     torch.manual_seed(0)
     model = model or Planted(forward)
-    rounding, lint = RoundedOutputs(format), Lint(model)
+    rounding, lint = OutputRounder(format), LintListener(model)
 
     def listen(operation: Operation) -> None:
         rounding(operation)
@@ -48,12 +48,12 @@ def spotted(
 
     with Recorder(model, listen, rounding.run), ExitStack() as active:
         active.enter_context(torch.autocast("cpu", dtype=format.dtype))
-        active.enter_context(Calls("cpu", lint.emit))
+        active.enter_context(LossFunctionCalls("cpu", lint.emit))
         model(torch.randn(4, 8) if x is None else x)
     return list(lint.spotted())
 
 
-def one(forward: Forward, format: Format = BF16, x: Tensor | None = None) -> Spotted:
+def one(forward: Forward, format: Format = BF16, x: Tensor | None = None) -> PlacedFinding:
     (found,) = spotted(forward, format, x)
     assert found.line is not None
     assert found.line.startswith(str(Path("tests/observe/test_lint.py")))

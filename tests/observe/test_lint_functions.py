@@ -13,7 +13,7 @@ from torch.amp import custom_bwd, custom_fwd
 
 from halfstep import Stepper, Window, audit, island
 from halfstep.observe.lint.functions import ID
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.functions import Applied, AsTheRun, Bare, Layer, Wide, between, found, mse, stepper
 
 
@@ -187,7 +187,7 @@ def test_the_context_form_is_looked_at_too() -> None:
 def test_each_of_several_losses_is_looked_at() -> None:
     model = nn.ModuleDict({"a": between(Layer(AsTheRun)), "b": between(Layer(Bare))})
     optimizers = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}
-    ours = Stepper(model, optimizers, precision=precision_named("bf16"))
+    ours = Stepper(model, optimizers, precision=resolve_precision_name("bf16"))
     with pytest.warns(UserWarning, match=r"in b\.1: Bare takes"):
         ours.step(lambda m, x: {name: mse(part, x) for name, part in m.items()}, torch.randn(4, 8))
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.observe.nonfinite_origin import BATCH, Made, NonfiniteOrigins
-from halfstep.observe.reachable import leaves
+from halfstep.observe.nonfinite_origin import BATCH, NonfiniteOrigins, NonfiniteSource
+from halfstep.observe.reachable import iterate_tensor_leaves
 from halfstep.observe.recorder import OUTSIDE, Operation, Recorder
 
 Change = Callable[[Tensor], Tensor]
@@ -29,7 +29,9 @@ class Net(nn.Module):
         return self.head(self.change(self.body(x)) * self.factor)
 
 
-def origin_in(change: Change, x: Tensor | None = None, prepare: Callable[[Net], None] = lambda _: None) -> Made | None:
+def origin_in(
+    change: Change, x: Tensor | None = None, prepare: Callable[[Net], None] = lambda _: None
+) -> NonfiniteSource | None:
     """Of a step in fp32."""
     model = Net(change)
     prepare(model)
@@ -42,7 +44,7 @@ def origin_in(change: Change, x: Tensor | None = None, prepare: Callable[[Net], 
     return origins.reaching([loss]) or origins.reaching(gradients)
 
 
-def named(made: Made | None) -> tuple[str, str, bool] | None:
+def named(made: NonfiniteSource | None) -> tuple[str, str, bool] | None:
     return None if made is None else (made.name, made.module, made.backward)
 
 
@@ -229,15 +231,15 @@ def test_tensors_are_found_in_whatever_a_batch_is_made_of() -> None:
             self.pixels = one
 
     batch = [{"image": one, 3: (one, "text")}, Graph(one, [Own()]), None, nn.Linear(1, 1)]
-    paths = [path for path, _ in leaves(batch)]
+    paths = [path for path, _ in iterate_tensor_leaves(batch)]
     assert paths == ["[0]['image']", "[0][3][0]", "[1].nodes", "[1].more[0].pixels"]
 
 
 def test_a_batch_that_holds_itself_has_an_end() -> None:
     batch: list[Any] = [torch.ones(1)]
     batch.append(batch)
-    assert 1 <= len(list(leaves(batch))) < 20
-    assert list(leaves([])) == []
+    assert 1 <= len(list(iterate_tensor_leaves(batch))) < 20
+    assert list(iterate_tensor_leaves([])) == []
 
 
 # -- what is written into ------------------------------------------------------------------------------------------

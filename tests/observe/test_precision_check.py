@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from halfstep import Stepper, Window, island
 from halfstep.errors import PrecisionNotObserved
-from halfstep.observe.precision_check import Watch
+from halfstep.observe.precision_check import PrecisionObserver
 from halfstep.observe.recorder import Operation, Recorder
-from halfstep.precision.names import precision_names
-from halfstep.precision.precision import precision_named
+from halfstep.precision.names import list_precision_names
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.digest import digest_of_run
 from tests.support.models import buffered_model, plain_model
 
@@ -25,7 +25,9 @@ def mse(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def make(model: nn.Module, precision: str = "bf16", **options: Any) -> Stepper:
-    return Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named(precision), **options)
+    return Stepper(
+        model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name(precision), **options
+    )
 
 
 class SwitchesOff(nn.Module):
@@ -219,7 +221,9 @@ def test_an_island_that_is_never_entered_is_found() -> None:
 def test_a_frozen_island_may_rest() -> None:
     model = nn.ModuleDict({"learns": nn.Linear(8, 8), "frozen": nn.Linear(8, 8).requires_grad_(False)})
     island(model, "frozen")
-    stepper = Stepper(model, torch.optim.SGD(model["learns"].parameters(), 0.1), precision=precision_named("bf16"))
+    stepper = Stepper(
+        model, torch.optim.SGD(model["learns"].parameters(), 0.1), precision=resolve_precision_name("bf16")
+    )
     assert stepper.step(lambda m, x: m["learns"](x).float().square().mean(), torch.randn(3, 8)).applied
     assert stepper.findings == []
 
@@ -228,7 +232,7 @@ def test_a_frozen_island_may_rest() -> None:
 def test_each_optimizer_is_watched_once() -> None:
     model = nn.ModuleDict({"g": SwitchesOff(8), "d": nn.Linear(8, 4)})
     optimizers = {n: torch.optim.SGD(model[n].parameters(), 0.1) for n in ("g", "d")}
-    stepper = Stepper(model, optimizers, precision=precision_named("bf16"))
+    stepper = Stepper(model, optimizers, precision=resolve_precision_name("bf16"))
     assert stepper.step(lambda m, x: m["d"](x).float().square().mean(), torch.randn(3, 8), only="d").applied
     with pytest.raises(PrecisionNotObserved, match=r"g\.linear"):
         stepper.step(lambda m, x: m["g"](x).float().square().mean(), torch.randn(3, 8), only="g")
@@ -236,9 +240,9 @@ def test_each_optimizer_is_watched_once() -> None:
 
 def test_after_the_first_step_nothing_of_it_is_left() -> None:
     stepper = make(plain_model())
-    assert isinstance(stepper._scope, Watch)
+    assert isinstance(stepper._scope, PrecisionObserver)
     stepper.step(mse, torch.randn(6, 8))
-    assert not isinstance(stepper._scope, Watch)
+    assert not isinstance(stepper._scope, PrecisionObserver)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in stepper.model.modules())
     assert torch._C._len_torch_dispatch_stack() == 0
 
@@ -280,10 +284,10 @@ def test_a_model_without_products_has_no_share() -> None:
 
 
 def test_every_precision_names_a_format_that_can_be_observed() -> None:
-    names = precision_names()
+    names = list_precision_names()
     assert len(names) >= 4
     for name in names:
-        assert precision_named(name).computes.name == name
+        assert resolve_precision_name(name).computes.name == name
 
 
 # -- the recorder --------------------------------------------------------------------------------------------------

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper
-from halfstep.observe.precision_check import LookAgain, LookSchedule, Watch, may_look_again
-from halfstep.precision.precision import precision_named
+from halfstep.observe.precision_check import (
+    ObservationSchedule,
+    PrecisionObserver,
+    RepeatedPrecisionObserver,
+    can_observe_again,
+)
+from halfstep.precision.precision import resolve_precision_name
 
 
 class Switches(nn.Linear):
@@ -26,7 +31,9 @@ def mse(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def make(model: nn.Module, **options: Any) -> Stepper:
-    return Stepper(model, torch.optim.SGD(model.parameters(), 1e-3), precision=precision_named("bf16"), **options)
+    return Stepper(
+        model, torch.optim.SGD(model.parameters(), 1e-3), precision=resolve_precision_name("bf16"), **options
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +44,11 @@ def _nothing_compiled() -> Any:
 
 
 def test_at_the_tenth_update_and_then_at_ten_times_as_many() -> None:
-    looks = LookSchedule()
+    looks = ObservationSchedule()
     due = [applied for applied in range(100_001) if looks.due(applied)]
     assert due == [10, 100, 1000, 10_000, 100_000]
     assert not looks.due(100_000)
-    resumed = LookSchedule()
+    resumed = ObservationSchedule()
     assert [resumed.due(5_000), resumed.due(5_001), resumed.due(10_000)] == [True, False, True]
 
 
@@ -55,7 +62,7 @@ def test_a_change_in_a_run_that_has_been_going_is_told_and_ends_nothing() -> Non
     with pytest.warns(UserWarning, match=r"bf16 was requested, but now.*fp32 100 %"):
         assert stepper.step(mse, torch.randn(4, 8)).applied
     assert [finding.id for finding in stepper.findings] == ["precision.changed"]
-    assert not isinstance(stepper._scope, Watch)
+    assert not isinstance(stepper._scope, PrecisionObserver)
 
 
 def test_it_looks_again_when_the_model_changes() -> None:
@@ -90,15 +97,15 @@ def test_a_run_without_observation_is_never_looked_at() -> None:
 def test_compiled_code_is_looked_at_once() -> None:
     torch._dynamo.reset()
     model: Any = torch.compile(nn.Linear(8, 8), backend="eager")
-    assert not may_look_again(model)
+    assert not can_observe_again(model)
     stepper = make(model)
     stepper.step(mse, torch.randn(4, 8))
     stepper.counts.applied = 1000
     stepper.step(mse, torch.randn(4, 8))
-    assert not isinstance(stepper._scope, LookAgain)
+    assert not isinstance(stepper._scope, RepeatedPrecisionObserver)
     inner = torch.compile(lambda x: x * 2, backend="eager")
     inner(torch.ones(2))
-    assert not may_look_again(nn.Linear(2, 2))  # a loss may be compiled where no module shows it
+    assert not can_observe_again(nn.Linear(2, 2))  # a loss may be compiled where no module shows it
     torch._dynamo.reset()
 
 

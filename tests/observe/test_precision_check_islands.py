@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import Stepper, island
 from halfstep.errors import PrecisionNotObserved
 from halfstep.precision import island as islands
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 
 
 def make(model: nn.Module) -> Stepper:
-    return Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("bf16"))
+    return Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name("bf16"))
 
 
 def mse(x: Tensor) -> Tensor:
@@ -154,4 +154,4 @@ def test_nothing_stays_marked_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         stepper.step(lambda m, x: mse(wide(m(x))), torch.randn(3, 8))
     assert islands.running.islands == ()
-    assert not islands.watched()
+    assert not islands.has_island_watchers()

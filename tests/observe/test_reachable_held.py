@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.observe.reachable import held_by
+from halfstep.observe.reachable import find_reachable_instances
 
 GLOBAL = torch.Generator()
 
@@ -42,17 +42,17 @@ def test_wherever_it_is() -> None:
         functools.partial(Task(own).loss, None),
         lambda model, batch: enclosing(model, batch),
     ):
-        assert held_by(function, torch.Generator) == [own]
-    assert held_by(of_the_file, torch.Generator) == [GLOBAL]
+        assert find_reachable_instances(function, torch.Generator) == [own]
+    assert find_reachable_instances(of_the_file, torch.Generator) == [GLOBAL]
 
 
 def test_nothing_to_find() -> None:
     def recursive(model: Any, batch: Any) -> Any:
         return recursive(model, later)
 
-    assert held_by(recursive, torch.Generator) == []
+    assert find_reachable_instances(recursive, torch.Generator) == []
     later = None
-    assert held_by(None, torch.Generator) == []
-    assert held_by(torch.nn.functional.cross_entropy, nn.Module) == []
+    assert find_reachable_instances(None, torch.Generator) == []
+    assert find_reachable_instances(torch.nn.functional.cross_entropy, nn.Module) == []
     loss = nn.MSELoss()
-    assert held_by(loss, nn.Module) == [loss]
+    assert find_reachable_instances(loss, nn.Module) == [loss]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.observe.reachable import leaves
-from halfstep.step.step_inputs import versions_of
+from halfstep.observe.reachable import iterate_tensor_leaves
+from halfstep.step.step_inputs import list_batch_versions
 
 
 @dataclass
@@ -27,20 +27,20 @@ class Slim:
 def test_each_with_its_path() -> None:
     x = torch.rand(2)
     tree = [{"image": x}, (1, Held(x)), UserDict(ids=x), "words", None, Slim(["a"])]
-    assert [path for path, _ in leaves(tree)] == ["[0]['image']", "[1][1].x", "[2]['ids']"]
+    assert [path for path, _ in iterate_tensor_leaves(tree)] == ["[0]['image']", "[1][1].x", "[2]['ids']"]
 
 
 def test_writing_shows_whatever_the_batch_is_made_of() -> None:
     for batch in ({"x": torch.rand(2)}, UserDict(x=torch.rand(2)), Held(torch.rand(2)), [Held(torch.rand(2))]):
-        before = versions_of([batch])
-        next(leaf for _, leaf in leaves(batch)).mul_(2)
-        assert versions_of([batch]) != before
+        before = list_batch_versions([batch])
+        next(leaf for _, leaf in iterate_tensor_leaves(batch)).mul_(2)
+        assert list_batch_versions([batch]) != before
 
 
 def test_a_container_that_holds_itself() -> None:
     batch: dict[str, Any] = {"x": torch.rand(2)}
     batch["me"], batch["us"] = batch, [batch, batch]
-    assert [path for path, _ in leaves(batch)] == ["['x']"]
+    assert [path for path, _ in iterate_tensor_leaves(batch)] == ["['x']"]
 
 
 class Counted(list[Any]):
@@ -56,14 +56,16 @@ class Counted(list[Any]):
 
 def test_long_lists_of_plain_numbers_are_not_walked() -> None:
     x = torch.rand(2)
-    assert [path for path, _ in leaves({"ids": [Counted([7] * 2048) for _ in range(64)], "x": x})] == ["['x']"]
+    assert [path for path, _ in iterate_tensor_leaves({"ids": [Counted([7] * 2048) for _ in range(64)], "x": x})] == [
+        "['x']"
+    ]
     assert Counted.asked == 0
-    assert [path for path, _ in leaves([x] * 50)] == [f"[{index}]" for index in range(50)]
+    assert [path for path, _ in iterate_tensor_leaves([x] * 50)] == [f"[{index}]" for index in range(50)]
 
 
 def test_a_batch_that_leads_to_a_whole_data_set_ends() -> None:
     batch = {"x": torch.rand(2), "others": [[[{"row": number}] for number in range(100)] for _ in range(1000)]}
-    assert [path for path, _ in leaves(batch)] == ["['x']"]
+    assert [path for path, _ in iterate_tensor_leaves(batch)] == ["['x']"]
 
 
 class Broken(dict[str, Any]):
@@ -72,4 +74,4 @@ class Broken(dict[str, Any]):
 
 
 def test_what_breaks_when_it_is_looked_at_is_passed_over() -> None:
-    assert [path for path, _ in leaves([Broken(x=torch.rand(2)), torch.rand(2)])] == ["[1]"]
+    assert [path for path, _ in iterate_tensor_leaves([Broken(x=torch.rand(2)), torch.rand(2)])] == ["[1]"]

@@ -13,12 +13,12 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from halfstep import Stepper, audit, diagnose
 from halfstep.formats import BF16
-from halfstep.observe.emulate import RoundedOutputs
-from halfstep.observe.flops import is_unknown
-from halfstep.observe.lint.listener import Lint
+from halfstep.observe.emulate import OutputRounder
+from halfstep.observe.flops import is_uncounted_operation
+from halfstep.observe.lint.listener import LintListener
 from halfstep.observe.nonfinite_origin import NonfiniteOrigins
-from halfstep.observe.recorder import Opaque, Operation, Recorder
-from halfstep.precision.precision import precision_named
+from halfstep.observe.recorder import OpaqueOperator, Operation, Recorder
+from halfstep.precision.precision import resolve_precision_name
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
@@ -57,7 +57,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def make(model: nn.Module, precision: str = "fp32") -> Stepper:
-    return Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named(precision))
+    return Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name(precision))
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_every_listener_is_told_of_an_operator_that_ran_unseen() -> None:
     unseen.fallthrough(torch._C.DispatchKey.AutogradCPU)
     unseen.fallthrough(torch._C.DispatchKey.AutocastCPU)
     model, x, told = nn.Identity(), torch.ones(4), []
-    origins, lint, rounding = NonfiniteOrigins(model, x), Lint(model), RoundedOutputs(BF16)
+    origins, lint, rounding = NonfiniteOrigins(model, x), LintListener(model), OutputRounder(BF16)
 
     def listen(operation: Operation) -> None:
         told.append(operation)
@@ -139,8 +139,8 @@ def test_every_listener_is_told_of_an_operator_that_ran_unseen() -> None:
     with torch.no_grad(), Recorder(model, listen, rounding.run):
         out = unseen(x)
     (operation,) = told
-    assert isinstance(operation.function, Opaque)
-    assert is_unknown(operation)
+    assert isinstance(operation.function, OpaqueOperator)
+    assert is_uncounted_operation(operation)
     made = origins.reaching([out])
     assert made is not None
     assert "halfstep_test_unseen" in made.name

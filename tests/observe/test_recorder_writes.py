@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.observe.precision_check import Watch
+from halfstep.observe.precision_check import PrecisionObserver
 from halfstep.observe.recorder import Recorder
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 
 
 class Memory:
@@ -112,8 +112,8 @@ def test_the_watch_of_a_step_announces_too() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     written: list[int] = []
     norm = model[1]
-    precision = precision_named("fp32")
-    watch = Watch(
+    precision = resolve_precision_name("fp32")
+    watch = PrecisionObserver(
         precision.scope(torch.device("cpu")),
         model,
         precision,

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from halfstep import Stepper
 from halfstep.errors import PrecisionRefused, StateMismatch, WrongUse
 from halfstep.precision.conversion import count_rows, eligible_layers
-from halfstep.precision.converted import converted_layers, restore_layers
-from halfstep.precision.island import is_island, island, lift_island, trial_island
-from halfstep.precision.names import FP8_KINDS, read_precision
-from halfstep.precision.policy import apply_policy, place
-from halfstep.precision.precision import precision_named
+from halfstep.precision.converted import find_converted_layers, restore_layers
+from halfstep.precision.island import is_island, island, make_temporary_islands, remove_island
+from halfstep.precision.names import FP8_KINDS, parse_precision
+from halfstep.precision.policy import apply_policy, resolve_policy
+from halfstep.precision.precision import resolve_precision_name
 
 pytest.importorskip("torchao")
 
@@ -60,7 +60,7 @@ def stepper(precision: Any, model: nn.Module | None = None, **options: Any) -> S
     model = Model() if model is None else model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        given = precision_named(read_precision(precision).name)
+        given = resolve_precision_name(parse_precision(precision).name)
         return Stepper(model, torch.optim.AdamW(model.parameters(), 1e-2), precision=given, **options)
 
 
@@ -202,15 +202,15 @@ def test_a_conversion_keeps_the_layer_and_is_undone(kind: str) -> None:
     with torch.no_grad():
         before = model(batch())
     apply_policy(model, kind, ())
-    assert set(converted_layers(model).values()) == {kind}
-    assert len(converted_layers(model)) == 5
+    assert set(find_converted_layers(model).values()) == {kind}
+    assert len(find_converted_layers(model)) == 5
     assert model.blocks[0].up is layer
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     assert list(model.state_dict()) == list(Model().state_dict())
     with torch.no_grad():
         assert not torch.equal(model(batch()), before)
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    assert all(converted_layers(twin) == converted_layers(model) for twin in twins)
+    assert all(find_converted_layers(twin) == find_converted_layers(model) for twin in twins)
     restore_layers(model)
     assert type(layer) is nn.Linear
     assert {name: sorted(vars(m)) for name, m in model.named_modules()} == attributes
@@ -223,10 +223,10 @@ def test_one_change_of_precision_undoes_it_and_another_makes_it_again() -> None:
     run = stepper("fp8")
     run.step(loss_fn, batch())
     run.change_precision("fp32")
-    assert converted_layers(run.model) == {}
+    assert find_converted_layers(run.model) == {}
     assert run.step(loss_fn, batch()).applied
     run.change_precision("fp8")
-    assert len(converted_layers(run.model)) == 5
+    assert len(find_converted_layers(run.model)) == 5
 
 
 def test_an_island_of_a_converted_layer_is_in_fp32_until_it_is_lifted() -> None:
@@ -236,21 +236,21 @@ def test_an_island_of_a_converted_layer_is_in_fp32_until_it_is_lifted() -> None:
     x = batch(16)
     exact = F.linear(x, model.head.weight, model.head.bias)
     assert not torch.equal(model.head(x), exact)
-    with trial_island(model, "head"):
+    with make_temporary_islands(model, "head"):
         assert torch.equal(model.head(x), exact)
-    assert list(converted_layers(model))[-1] == "head"
+    assert list(find_converted_layers(model))[-1] == "head"
     island(model, "head")
     assert torch.equal(model.head(x), exact)
     run.step(loss_fn, batch())
-    assert len(converted_layers(model)) == 4
+    assert len(find_converted_layers(model)) == 4
     state = run.state_dict()
     # A resumed run makes its islands before its Stepper.
     other = Model()
     island(other, "head")
     stepper("fp8", other).load_state_dict(state)
-    lift_island(model, "head")
+    remove_island(model, "head")
     run.step(loss_fn, batch())
-    assert len(converted_layers(model)) == 5
+    assert len(find_converted_layers(model)) == 5
 
 
 def test_a_layer_that_comes_later_is_converted() -> None:
@@ -260,7 +260,7 @@ def test_a_layer_that_comes_later_is_converted() -> None:
     model.head = nn.Linear(WIDTH, 48)
     run.optimizers["loss"].add_param_group({"params": list(model.head.parameters())})
     run.step(loss_fn, batch())
-    assert converted_layers(model)["head"] == "fp8"
+    assert find_converted_layers(model)["head"] == "fp8"
 
 
 def test_two_steppers_of_one_model_compute_each_in_its_precision() -> None:
@@ -268,7 +268,7 @@ def test_two_steppers_of_one_model_compute_each_in_its_precision() -> None:
     runs = [stepper(name, model) for name in ("fp8", "bf16", "mxfp8")]
     seen: list[set[str]] = []
     for run in runs * 2:
-        run.step(lambda m, x: seen.append(set(converted_layers(m).values())) or loss_fn(m, x), batch())  # type: ignore[func-returns-value]
+        run.step(lambda m, x: seen.append(set(find_converted_layers(m).values())) or loss_fn(m, x), batch())  # type: ignore[func-returns-value]
     assert seen == [{"fp8"}, set(), {"mxfp8"}] * 2
 
 
@@ -350,7 +350,7 @@ POLICY = {"default": "bf16", "blocks.*": "fp8", "blocks.1.down": "bf16", "*.norm
 
 def test_the_last_pattern_that_matches_counts() -> None:
     run = stepper(POLICY)
-    assert converted_layers(run.model) == {
+    assert find_converted_layers(run.model) == {
         "blocks.0.up": "fp8",
         "blocks.0.down": "fp8",
         "blocks.1.up": "fp8",
@@ -359,7 +359,7 @@ def test_the_last_pattern_that_matches_counts() -> None:
     assert [is_island(run.model.get_submodule(f"blocks.{i}.norm")) for i in range(2)] == [True, True]
     assert run.step(loss_fn, batch()).applied
     run.change_precision("fp32")
-    assert converted_layers(run.model) == {}
+    assert find_converted_layers(run.model) == {}
     assert not is_island(run.model.get_submodule("blocks.0.norm"))
 
 
@@ -378,22 +378,22 @@ def test_a_pattern_without_effect_is_refused(rules: dict[str, str], words: str) 
     model = Model()
     with pytest.raises(PrecisionRefused, match=words.replace("*", r"\*")):
         stepper({"default": "bf16", **rules}, model)
-    assert converted_layers(model) == {}
+    assert find_converted_layers(model) == {}
 
 
 def test_a_policy_has_a_name_that_reads_back() -> None:
-    named = precision_named(read_precision(POLICY).name)
-    assert precision_named(read_precision(named.name).name) == named
-    assert place(Model(), named.converts, named.rules).islands == ("blocks.0.norm", "blocks.1.norm")
+    named = resolve_precision_name(parse_precision(POLICY).name)
+    assert resolve_precision_name(parse_precision(named.name).name) == named
+    assert resolve_policy(Model(), named.converts, named.rules).islands == ("blocks.0.norm", "blocks.1.norm")
 
 
 @pytest.mark.wording
 def test_a_policy_without_a_default_is_refused() -> None:
     with pytest.raises(PrecisionRefused, match="default"):
-        read_precision({"head": "fp8"})
+        parse_precision({"head": "fp8"})
 
 
 @pytest.mark.wording
 def test_nvfp4_is_refused_with_the_reason() -> None:
     with pytest.raises(PrecisionRefused, match="SM100"):
-        read_precision("nvfp4")
+        parse_precision("nvfp4")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep import Ema, Stepper, island, widen
 from halfstep.errors import WrongUse
-from halfstep.precision.island import is_island, islands, settle
+from halfstep.precision.island import find_islands, is_island, mark_inner_islands
 from tests.support.models import Coder
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -108,7 +108,7 @@ def test_a_free_standing_loss_stays_wide_and_a_part_of_the_model_settles() -> No
     model = nn.Sequential(nn.Linear(4, 4), island(nn.LayerNorm(4)), nn.MSELoss())
     island(model[2])
     assert model[1](torch.ones(1, 4, dtype=torch.bfloat16)).dtype is torch.float32
-    settle(model)
+    mark_inner_islands(model)
     assert model[1](torch.ones(1, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
     half = torch.ones(2, dtype=torch.float16)
     assert model[2](half, half).dtype is torch.float32
@@ -161,7 +161,7 @@ def test_deepcopy_runs_its_own_weights() -> None:
 def test_pickle_and_torch_save_and_isinstance() -> None:
     model = nn.Sequential(island(nn.Linear(4, 4)), nn.Linear(4, 2))
     for twin in (pickle.loads(pickle.dumps(model)), _saved_and_loaded(model)):
-        assert list(islands(twin)) == ["0"]
+        assert list(find_islands(twin)) == ["0"]
         assert isinstance(twin[0], nn.Linear)
         assert torch.equal(twin(torch.ones(1, 4)), model(torch.ones(1, 4)))
     assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -183,7 +183,7 @@ def test_nesting_and_exceptions_leave_autocast_as_it_was() -> None:
 
     outer = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Fails()))
     island(outer, "1", "1.1")
-    assert list(islands(outer)) == ["1"]
+    assert list(find_islands(outer)) == ["1"]
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(ZeroDivisionError):
             outer(torch.ones(1, 4))

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from halfstep.errors import Contradiction, PrecisionRefused, UnknownName
-from halfstep.precision.names import Named, precision_names, read_precision, read_settings
+from halfstep.precision.names import NamedPrecision, list_precision_names, parse_precision, parse_precision_settings
 
 
-@pytest.mark.parametrize("name", [*precision_names(), "auto"])
+@pytest.mark.parametrize("name", [*list_precision_names(), "auto"])
 def test_a_canonical_name_is_taken_as_it_is(name: str) -> None:
-    assert read_precision(name) == Named(name, "")
-    assert read_precision(f" {name.upper()} ") == Named(name, "")
+    assert parse_precision(name) == NamedPrecision(name, "")
+    assert parse_precision(f" {name.upper()} ") == NamedPrecision(name, "")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_canonical_name_is_taken_as_it_is(name: str) -> None:
     ],
 )
 def test_an_alias_says_what_it_was_taken_for(given: object, name: str, whose: str) -> None:
-    read = read_precision(given)
+    read = parse_precision(given)
     assert read.name == name
     assert repr(given) in read.took
     assert whose in read.took
@@ -48,7 +48,7 @@ def test_an_alias_says_what_it_was_taken_for(given: object, name: str, whose: st
 
 @pytest.mark.parametrize(("given", "taken"), [("fp8", False), ("FP8", False), (torch.float8_e4m3fn, True)])
 def test_fp8_is_read(given: object, taken: bool) -> None:
-    read = read_precision(given)
+    read = parse_precision(given)
     assert read.name == "fp8"
     assert bool(read.took) == taken
 
@@ -57,26 +57,26 @@ def test_fp8_is_read(given: object, taken: bool) -> None:
 @pytest.mark.parametrize(("given", "use"), [("bf16-true", "bf16"), ("16-true", "fp16"), ("64-true", "fp32")])
 def test_what_is_not_built_is_refused_with_what_to_use(given: str, use: str) -> None:
     with pytest.raises(PrecisionRefused) as refused:
-        read_precision(given)
+        parse_precision(given)
     assert repr(use) in refused.value.do
 
 
 @pytest.mark.wording
 def test_true_does_not_say_which_format() -> None:
     with pytest.raises(PrecisionRefused, match="not in which format"):
-        read_precision(True)
+        parse_precision(True)
 
 
 @pytest.mark.wording
 @pytest.mark.parametrize(("typo", "meant"), [("bfoat16", "bfloat16"), ("bf-16", "bf16"), ("fp-32", "fp32")])
 def test_a_typo_is_an_error_with_the_nearest_spelling(typo: str, meant: str) -> None:
     with pytest.raises(UnknownName, match=f"did you mean '{meant}'"):
-        read_precision(typo)
+        parse_precision(typo)
 
 
 def test_none_is_not_a_precision() -> None:
     with pytest.raises(UnknownName):
-        read_precision(None)
+        parse_precision(None)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def test_none_is_not_a_precision() -> None:
     ],
 )
 def test_settings_of_other_projects(settings: dict[str, object], name: str) -> None:
-    read = read_settings(settings)
+    read = parse_precision_settings(settings)
     assert read is not None
     assert read.name == name
     assert read.took.endswith(f"read as {name}")
 
 
 def test_a_switch_with_the_name_of_its_format_needs_no_words() -> None:
-    assert read_settings({"bf16": True}) == Named("bf16")
+    assert parse_precision_settings({"bf16": True}) == NamedPrecision("bf16")
 
 
 @pytest.mark.parametrize(
@@ -137,23 +137,23 @@ def test_a_switch_with_the_name_of_its_format_needs_no_words() -> None:
     ],
 )
 def test_a_switch_alone_leaves_the_format_to_the_device(settings: dict[str, object]) -> None:
-    read = read_settings(settings)
+    read = parse_precision_settings(settings)
     assert read is not None
     assert read.name == "amp"
     assert read.took.endswith("names no format: bf16 if the device has it, else fp16")
 
 
 def test_amp_as_a_word_is_the_switch() -> None:
-    assert read_precision("amp") == read_settings({"precision": "amp"}) == Named("amp", "")
-    assert read_settings({"precision": "amp", "amp_dtype": "bfloat16"}).name == "bf16"  # type: ignore[union-attr]
-    assert read_settings({"precision": "amp", "bf16": False}).name == "fp16"  # type: ignore[union-attr]
+    assert parse_precision("amp") == parse_precision_settings({"precision": "amp"}) == NamedPrecision("amp", "")
+    assert parse_precision_settings({"precision": "amp", "amp_dtype": "bfloat16"}).name == "bf16"  # type: ignore[union-attr]
+    assert parse_precision_settings({"precision": "amp", "bf16": False}).name == "fp16"  # type: ignore[union-attr]
     with pytest.raises(Contradiction):
-        read_settings({"precision": "amp", "use_amp": False})
+        parse_precision_settings({"precision": "amp", "use_amp": False})
 
 
 def test_our_own_key_needs_no_explanation() -> None:
-    assert read_settings({"precision": "bf16"}) == Named("bf16", "")
-    assert read_settings({"precision": "tf32", "use_amp": False}) == Named("tf32", "")
+    assert parse_precision_settings({"precision": "bf16"}) == NamedPrecision("bf16", "")
+    assert parse_precision_settings({"precision": "tf32", "use_amp": False}) == NamedPrecision("tf32", "")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_our_own_key_needs_no_explanation() -> None:
     [{}, {"lr": 0.1}, {"trainer": {"devices": 2}}, {"trainer": 3}, {"precision": None}, {"fp16": {"enabled": "auto"}}],
 )
 def test_settings_that_do_not_speak_of_precision(silent: dict[str, object]) -> None:
-    assert read_settings(silent) is None
+    assert parse_precision_settings(silent) is None
 
 
 @pytest.mark.wording
@@ -190,7 +190,7 @@ def test_settings_that_do_not_speak_of_precision(silent: dict[str, object]) -> N
 )
 def test_a_contradiction_names_both_and_says_what_to_delete(settings: dict[str, object], one: str, other: str) -> None:
     with pytest.raises(Contradiction) as caught:
-        read_settings(settings)
+        parse_precision_settings(settings)
     assert one in caught.value.given
     assert other in caught.value.given
     assert f"delete {one.split('=')[0]}" in caught.value.do
@@ -200,7 +200,7 @@ def test_a_contradiction_names_both_and_says_what_to_delete(settings: dict[str, 
 @pytest.mark.wording
 def test_a_wrong_word_inside_settings_is_an_error_not_silence() -> None:
     with pytest.raises(UnknownName, match="bfoat16"):
-        read_settings({"mixed_precision": "bfoat16"})
+        parse_precision_settings({"mixed_precision": "bfoat16"})
 
 
 @pytest.mark.wording
@@ -208,7 +208,7 @@ def test_a_wrong_word_inside_settings_is_an_error_not_silence() -> None:
 @pytest.mark.parametrize("value", ["O1", "enabled", "", [], {"enabled": "O1"}, {"level": "O1"}, 2.5])
 def test_a_switch_that_cannot_be_read_is_an_error_that_names_it(key: str, value: object) -> None:
     with pytest.raises((UnknownName, PrecisionRefused)) as caught:
-        read_settings({key: value})
+        parse_precision_settings({key: value})
     assert caught.value.given.startswith(key)
     assert "true" in caught.value.allowed
     assert caught.value.do
@@ -216,7 +216,7 @@ def test_a_switch_that_cannot_be_read_is_an_error_that_names_it(key: str, value:
 
 def test_reading_names_needs_no_torch() -> None:
     code = (
-        "import sys; from halfstep.precision.names import read_precision as r; r('16'); print('torch' in sys.modules)"
+        "import sys; from halfstep.precision.names import parse_precision as r; r('16'); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

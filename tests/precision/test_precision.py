@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from halfstep.formats import FP16, FP32, TF32
-from halfstep.precision.flags import computes_tf32, fp32_scope, read_flags
-from halfstep.precision.names import precision_names
-from halfstep.precision.precision import precision_named, spare_half_convolutions
+from halfstep.precision.flags import create_fp32_scope, is_tf32_enabled, read_fp32_flags
+from halfstep.precision.names import list_precision_names
+from halfstep.precision.precision import disable_onednn_fp16_backward, resolve_precision_name
 from tests.support.cpu import emulates_bf16
 
 CPU = torch.device("cpu")
-NAMES = precision_names()
+NAMES = list_precision_names()
 
 
 def test_the_folder_is_not_empty() -> None:
@@ -22,7 +22,7 @@ def test_the_folder_is_not_empty() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_contract(name: str) -> None:
-    precision = precision_named(name)
+    precision = resolve_precision_name(name)
     assert precision.name == name == str(precision)
     assert precision.summary
     assert precision.stores is FP32
@@ -33,13 +33,13 @@ def test_contract(name: str) -> None:
     while below is not None:
         assert below not in seen
         seen.append(below)
-        below = precision_named(below).falls_to
+        below = resolve_precision_name(below).falls_to
     assert seen[-1] == "fp32"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_is_round_the_forward_pass_and_reusable(name: str) -> None:
-    precision = precision_named(name)
+    precision = resolve_precision_name(name)
     scope = precision.autocast(CPU)
     linear = nn.Linear(4, 4)
     for _ in range(2):
@@ -51,12 +51,12 @@ def test_autocast_is_round_the_forward_pass_and_reusable(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scopes_put_the_switches_back_also_after_an_error(name: str) -> None:
-    before = read_flags()
-    scope = precision_named(name).scope(CPU)
+    before = read_fp32_flags()
+    scope = resolve_precision_name(name).scope(CPU)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), scope:
             _ = 1 / 0
-        assert read_flags() == before
+        assert read_fp32_flags() == before
 
 
 def test_fp32_is_fp32_whatever_the_process_was_set_to() -> None:
@@ -65,7 +65,7 @@ def test_fp32_is_fp32_whatever_the_process_was_set_to() -> None:
     torch.set_float32_matmul_precision("medium")
     try:
         loose = ((x @ x) - exact).abs().max()
-        with precision_named("fp32").scope(CPU):
+        with resolve_precision_name("fp32").scope(CPU):
             strict = ((x @ x) - exact).abs().max()
         assert torch.get_float32_matmul_precision() == "medium"
         assert strict < 1e-3
@@ -79,17 +79,17 @@ def test_fp32_is_fp32_whatever_the_process_was_set_to() -> None:
 
 def test_cuda_switches_are_scoped_with_no_gpu_present() -> None:
     cuda = torch.device("cuda")
-    before = read_flags()
-    assert computes_tf32(cuda), "cuDNN convolutions are tf32 unless told otherwise"
-    with fp32_scope("ieee", cuda):
-        assert not computes_tf32(cuda)
-        assert read_flags()["cudnn.conv"] == "ieee"
-        with fp32_scope("tf32", cuda):
-            assert read_flags()["cuda.matmul"] == read_flags()["cudnn.conv"] == "tf32"
-        assert not computes_tf32(cuda)
-    assert read_flags() == before
+    before = read_fp32_flags()
+    assert is_tf32_enabled(cuda), "cuDNN convolutions are tf32 unless told otherwise"
+    with create_fp32_scope("ieee", cuda):
+        assert not is_tf32_enabled(cuda)
+        assert read_fp32_flags()["cudnn.conv"] == "ieee"
+        with create_fp32_scope("tf32", cuda):
+            assert read_fp32_flags()["cuda.matmul"] == read_fp32_flags()["cudnn.conv"] == "tf32"
+        assert not is_tf32_enabled(cuda)
+    assert read_fp32_flags() == before
     assert torch.backends.cudnn.allow_tf32 is True
-    assert precision_named("tf32").computes is TF32
+    assert resolve_precision_name("tf32").computes is TF32
 
 
 def test_half_convolutions_run_backward_without_onednn_and_products_with_it() -> None:
@@ -99,11 +99,11 @@ def test_half_convolutions_run_backward_without_onednn_and_products_with_it() ->
             self.conv, self.linear = nn.Conv2d(2, 2, 3), nn.Linear(2, 2)
 
     model = Both()
-    assert spare_half_convolutions(model) == spare_half_convolutions(model) == 1
+    assert disable_onednn_fp16_backward(model) == disable_onednn_fp16_backward(model) == 1
     seen: dict[str, bool] = {}
 
-    with precision_named("fp16").scope(CPU):
-        with precision_named("fp16").autocast(CPU):
+    with resolve_precision_name("fp16").scope(CPU):
+        with resolve_precision_name("fp16").autocast(CPU):
             hidden = model.conv(torch.randn(1, 2, 5, 5))
             out = model.linear(hidden.mean((2, 3)))
         assert len(model.conv._forward_hooks) == 1
@@ -120,14 +120,14 @@ def test_half_convolutions_run_backward_without_onednn_and_products_with_it() ->
 
 def test_onednn_is_back_after_an_error_in_a_convolutions_backward() -> None:
     conv = nn.Conv2d(1, 1, 1)
-    spare_half_convolutions(conv)
+    disable_onednn_fp16_backward(conv)
 
     def fail(_gradient: object) -> None:
         raise ZeroDivisionError
 
     conv.weight.register_hook(fail)
-    with pytest.raises(ZeroDivisionError), precision_named("fp16").scope(CPU):  # noqa: PT012
-        with precision_named("fp16").autocast(CPU):
+    with pytest.raises(ZeroDivisionError), resolve_precision_name("fp16").scope(CPU):  # noqa: PT012
+        with resolve_precision_name("fp16").autocast(CPU):
             out = conv(torch.ones(1, 1, 2, 2))
         out.float().sum().backward()
     assert torch.backends.mkldnn.enabled

@@ -11,8 +11,15 @@ from torch import Tensor
 
 from halfstep.errors import WrongUse
 from halfstep.precision import flags, probe
-from halfstep.precision.hardware import describe
-from halfstep.precision.probe import Measurements, cache_file, key_of, measure, read_cache, write_cache
+from halfstep.precision.hardware import describe_device
+from halfstep.precision.probe import (
+    Measurements,
+    build_cache_key,
+    build_cache_path,
+    measure_speedups,
+    read_cached_measurements,
+    write_cached_measurements,
+)
 from tests.support.cpu import emulates_bf16
 from tests.support.devices import named
 
@@ -41,10 +48,10 @@ def with_operation(monkeypatch: pytest.MonkeyPatch, operation: Any) -> None:
 
 
 def test_the_real_probe_is_quick_and_complete() -> None:
-    measure("cpu", fresh=True)  # torch loads some of itself at the first backward
+    measure_speedups("cpu", fresh=True)  # torch loads some of itself at the first backward
     # Processor time: the wall's says more about what else the machine is doing.
     start = time.process_time()
-    found = measure("cpu", fresh=True)
+    found = measure_speedups("cpu", fresh=True)
     assert time.process_time() - start < (6.0 if emulates_bf16() else 1.5)
     for name in (name for name in found.speedups if name not in found.failures):
         assert set(found.speedups[name]) == {"GEMM", "conv2d", "conv3d"}
@@ -69,7 +76,7 @@ def test_the_backward_is_part_of_what_is_timed(monkeypatch: pytest.MonkeyPatch, 
             return gradient, gradient
 
     with_operation(monkeypatch, Product.apply)
-    measure(amx)
+    measure_speedups(amx)
     assert seen.count("forward") == len(seen) / 2
     assert {"backward torch.float32", "backward torch.bfloat16", "backward torch.float16"} < set(seen)
 
@@ -86,7 +93,7 @@ def test_a_format_with_other_numbers_than_fp32_is_no_candidate(
         return wrong(out) if out.dtype is torch.bfloat16 else out
 
     with_operation(monkeypatch, operation)
-    found = measure(amx, fresh=True)
+    found = measure_speedups(amx, fresh=True)
     assert words in found.failures["bf16"]
     assert found.combined("bf16") is None
 
@@ -101,16 +108,16 @@ def test_the_surroundings_reach_neither_way(monkeypatch: pytest.MonkeyPatch, amx
         return out
 
     with_operation(monkeypatch, linear)
-    random, switches = torch.random.get_rng_state(), flags.read_flags()
+    random, switches = torch.random.get_rng_state(), flags.read_fp32_flags()
     matrix = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
     product = matrix @ matrix
     with torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        found = measure(amx)
+        found = measure_speedups(amx)
     assert formats[0] is torch.float32
     assert torch.bfloat16 in formats
     assert set(found.speedups) == {"fp32", "bf16", "fp16"}
     assert torch.equal(random, torch.random.get_rng_state())
-    assert switches == flags.read_flags()
+    assert switches == flags.read_fp32_flags()
     assert torch.equal(product, matrix @ matrix)
 
 
@@ -126,7 +133,7 @@ def test_it_runs_in_one_thread_and_gives_the_others_back(monkeypatch: pytest.Mon
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        measure(amx)
+        measure_speedups(amx)
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
@@ -144,7 +151,7 @@ def test_a_hopeless_format_is_not_timed_again(monkeypatch: pytest.MonkeyPatch, a
         return torch.nn.functional.linear(values, weight)
 
     with_operation(monkeypatch, linear)
-    found = measure(amx)
+    found = measure_speedups(amx)
     assert len(calls) == 3
     assert found.combined("bf16") is not None
     assert found.combined("bf16") < 1 / probe.HOPELESS  # type: ignore[operator]
@@ -158,7 +165,7 @@ def test_a_kernel_that_does_not_exist_fails_its_format_only(monkeypatch: pytest.
         return torch.nn.functional.linear(values, weight)
 
     with_operation(monkeypatch, linear)
-    found = measure(amx)
+    found = measure_speedups(amx)
     assert found.failures == {"bf16": "GEMM failed: no engine for this"}
     assert found.combined("bf16") is None
     assert found.combined("fp16") is not None
@@ -170,19 +177,19 @@ def test_an_operation_without_an_fp32_kernel_is_left_out(monkeypatch: pytest.Mon
         raise NotImplementedError("not on this backend")
 
     with_operation(monkeypatch, linear)
-    found = measure(amx)
+    found = measure_speedups(amx)
     assert found.combined("bf16") is None
     assert "not on this backend" in found.failures["fp32"]
 
 
 @pytest.mark.usefixtures("quick")
 def test_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, amx: Any) -> None:
-    first = measure(amx)
+    first = measure_speedups(amx)
     assert not first.cached
-    again = measure(amx)
+    again = measure_speedups(amx)
     assert again == replace(first, cached=True)
-    measure(amx, fresh=True)
-    assert read_cache(amx) != again
+    measure_speedups(amx, fresh=True)
+    assert read_cached_measurements(amx) != again
 
 
 def entry(speedups: bytes, *, version: int) -> bytes:
@@ -192,9 +199,11 @@ def entry(speedups: bytes, *, version: int) -> bytes:
 
 
 def test_a_right_file_is_read(amx: Any) -> None:
-    cache_file().parent.mkdir(parents=True)
-    cache_file().write_bytes(entry(b'{"bf16": {"GEMM": 2}}', version=1).replace(b"KEY", key_of(amx).encode()))
-    assert read_cache(amx) == Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0, cached=True)
+    build_cache_path().parent.mkdir(parents=True)
+    build_cache_path().write_bytes(
+        entry(b'{"bf16": {"GEMM": 2}}', version=1).replace(b"KEY", build_cache_key(amx).encode())
+    )
+    assert read_cached_measurements(amx) == Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0, cached=True)
 
 
 @pytest.mark.parametrize(
@@ -216,36 +225,36 @@ def test_a_right_file_is_read(amx: Any) -> None:
     ],
 )
 def test_a_corrupt_or_foreign_cache_is_ignored_and_replaced(content: bytes, amx: Any) -> None:
-    cache_file().parent.mkdir(parents=True)
-    cache_file().write_bytes(content.replace(b"KEY", key_of(amx).encode()))
-    assert read_cache(amx) is None
-    write_cache(amx, Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0))
-    assert read_cache(amx) == Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0, cached=True)
+    build_cache_path().parent.mkdir(parents=True)
+    build_cache_path().write_bytes(content.replace(b"KEY", build_cache_key(amx).encode()))
+    assert read_cached_measurements(amx) is None
+    write_cached_measurements(amx, Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0))
+    assert read_cached_measurements(amx) == Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0, cached=True)
 
 
 def test_another_device_driver_or_torch_is_another_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = named("A100"), named("Xeon with AMX")
     keys = {
-        key_of(gpu),
-        key_of(replace(gpu, name="A30")),
-        key_of(replace(gpu, driver="600")),
-        key_of(replace(gpu, torch="9.9")),
-        key_of(cpu),
-        key_of(replace(cpu, isa=frozenset({"avx2"}))),
+        build_cache_key(gpu),
+        build_cache_key(replace(gpu, name="A30")),
+        build_cache_key(replace(gpu, driver="600")),
+        build_cache_key(replace(gpu, torch="9.9")),
+        build_cache_key(cpu),
+        build_cache_key(replace(cpu, isa=frozenset({"avx2"}))),
     }
     assert len(keys) == 6
-    before = key_of(cpu)
+    before = build_cache_key(cpu)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert key_of(cpu) != before
-    assert key_of(gpu) in keys
+    assert build_cache_key(cpu) != before
+    assert build_cache_key(gpu) in keys
 
 
 def test_entries_of_other_devices_are_kept(amx: Any) -> None:
     one = Measurements({"bf16": {"GEMM": 2.0}}, {}, 1.0)
-    write_cache(named("A100"), one)
-    write_cache(amx, one)
-    assert read_cache(named("A100")) == read_cache(amx) == replace(one, cached=True)
-    assert len(json.loads(cache_file().read_text())["entries"]) == 2
+    write_cached_measurements(named("A100"), one)
+    write_cached_measurements(amx, one)
+    assert read_cached_measurements(named("A100")) == read_cached_measurements(amx) == replace(one, cached=True)
+    assert len(json.loads(build_cache_path().read_text())["entries"]) == 2
 
 
 @pytest.mark.usefixtures("quick")
@@ -254,24 +263,24 @@ def test_a_cache_that_cannot_be_written_costs_nothing_else(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert not measure(amx).cached
-    assert not measure(amx).cached
+    assert not measure_speedups(amx).cached
+    assert not measure_speedups(amx).cached
 
 
 @pytest.mark.wording
 def test_a_description_cannot_be_measured() -> None:
     with pytest.raises(WrongUse, match="A100"):
-        measure(named("A100"))
+        measure_speedups(named("A100"))
 
 
 def test_a_device_without_candidates_measures_nothing() -> None:
-    other = describe("mtia")
-    assert measure(other).combined("bf16") is None
+    other = describe_device("mtia")
+    assert measure_speedups(other).combined("bf16") is None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
 def test_the_real_probe_on_an_accelerator() -> None:
-    found = measure(fresh=True)
+    found = measure_speedups(fresh=True)
     assert found.seconds < 10
     assert any(found.combined(name) for name in found.speedups)

@@ -6,8 +6,8 @@ import pytest
 from halfstep.errors import PrecisionRefused, UnknownName
 from halfstep.precision import select
 from halfstep.precision.hardware import Device
-from halfstep.precision.names import precision_names
-from halfstep.precision.precision import precision_named
+from halfstep.precision.names import list_precision_names
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.precision.probe import Measurements
 from halfstep.precision.select import choose_precision
 from tests.support.devices import ASKED, ROWS, TPU, Row, named
@@ -27,7 +27,7 @@ def measured(**combined: float) -> Measurements:
 def test_what_each_device_falls_back_to(row: Row, asked: str) -> None:
     expected = row.answer(asked)
     choice = choose_precision(asked, device=row.device, fallback=True)
-    assert choice.precision is precision_named(expected)
+    assert choice.precision is resolve_precision_name(expected)
     assert (choice.asked, choice.device) == (asked, row.device)
     assert [rung.name for rung in choice.rungs if rung.accepted] == [expected]
     assert len(choice.reasons) == len(choice.rungs)
@@ -47,12 +47,12 @@ def test_a_precision_by_name_runs_or_is_refused(row: Row, asked: str) -> None:
             choose_precision(asked, device=row.device)
         assert row.device.name in refused.value.given
         assert refused.value.allowed.split(" on ")[0].split(", ") == [
-            name for name in precision_names() if name in ("fp32", *row.native.split())
+            name for name in list_precision_names() if name in ("fp32", *row.native.split())
         ]
         assert "precision='auto'" in refused.value.do
         return
     choice = choose_precision(asked, device=row.device)
-    assert choice.precision is precision_named(asked)
+    assert choice.precision is resolve_precision_name(asked)
     assert [(rung.name, rung.accepted) for rung in choice.rungs] == [(asked, True)]
     assert [finding.id for finding in choice.findings] == ["precision.slow"] * emulated
 
@@ -114,7 +114,7 @@ def test_amp_without_a_16_bit_format_is_fp32_or_refused() -> None:
 
 @pytest.mark.wording
 @pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("asked", [*ASKED, "amp", precision_named("bf16")])
+@pytest.mark.parametrize("asked", [*ASKED, "amp", resolve_precision_name("bf16")])
 def test_a_tpu_is_always_refused(asked: object, fallback: bool) -> None:
     with pytest.raises(PrecisionRefused, match="torch_xla"):
         choose_precision(asked, device=TPU, fallback=fallback)
@@ -202,21 +202,21 @@ def test_a_format_that_failed_in_one_operation_is_not_taken() -> None:
 
 
 def test_auto_measures_a_device_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "describe", lambda _device: named("Xeon with AMX"))
+    monkeypatch.setattr(select, "describe_device", lambda _device: named("Xeon with AMX"))
     seen = []
 
     def fake(device: Device, *, fresh: bool) -> Measurements:
         seen.append((device.name, fresh))
         return measured(bf16=0.9)
 
-    monkeypatch.setattr(select, "measure", fake)
+    monkeypatch.setattr(select, "measure_speedups", fake)
     assert choose_precision("auto", device="cpu", fresh=True).precision.name == "fp32"
     assert choose_precision("bf16", device="cpu").precision.name == "bf16"
     assert seen == [("Xeon with AMX", True)]
 
 
 def test_a_precision_object_is_taken_as_it_is() -> None:
-    bf16 = precision_named("bf16")
+    bf16 = resolve_precision_name("bf16")
     choice = choose_precision(bf16, device=named("Tesla T4"))
     assert choice.precision is bf16
     assert choice.findings == ()

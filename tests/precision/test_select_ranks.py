@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.errors import HalfstepError
 from halfstep.precision import select
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.precision.probe import Measurements
 from tests.support.devices import named
 from tests.support.ranks import Ranks
@@ -30,7 +30,7 @@ def test_rank_zero_decides(on_ranks: Ranks) -> None:
 
 
 def chosen_by_the_caller(rank: int) -> list[str]:
-    choice = select.choose_precision(precision_named("bf16"), device=named("Tesla T4"))
+    choice = select.choose_precision(resolve_precision_name("bf16"), device=named("Tesla T4"))
     return [finding.id for finding in choice.findings]
 
 
@@ -55,20 +55,20 @@ def test_its_refusal_travels(on_ranks: Ranks) -> None:
 
 def with_a_broken_probe(rank: int) -> tuple[str, int]:
     measured_here = []
-    right = select.measure
+    right = select.measure_speedups
 
     def broken(*_args: Any, **_named: Any) -> Any:
         measured_here.append(rank)
         raise ValueError("the probe broke")
 
-    select.measure = broken
+    select.measure_speedups = broken
     try:
         select.choose_precision("auto", device="cpu")
         said = "went on"
     except HalfstepError as error:
         said = error.given
     finally:
-        select.measure = right
+        select.measure_speedups = right
     return said, len(measured_here)
 
 

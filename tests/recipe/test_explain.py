@@ -10,21 +10,29 @@ import pytest
 from pydantic import Field, create_model
 
 import halfstep
-from halfstep.draw.terminal import text_of
+from halfstep.draw.terminal import render_plain_text
 from halfstep.page import Page
-from halfstep.recipe.explain import Shipped, editor_schema, json_schema, markdown, rows
-from halfstep.recipe.explain_page import settings_table
-from halfstep.recipe.names import FOREIGN_SECTIONS, PRECISION_WORDS, read_flags
+from halfstep.recipe.explain import (
+    ShippedRecipe,
+    build_editor_schema,
+    build_json_schema,
+    list_setting_rows,
+    render_settings_markdown,
+)
+from halfstep.recipe.explain_page import build_settings_table
+from halfstep.recipe.names import FOREIGN_SECTIONS, PRECISION_WORDS, parse_typed_settings
 from halfstep.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe, TrainOptions
-from halfstep.recipe.strict_yaml import read_yaml
-from halfstep.runs.registry import task_schemas
+from halfstep.recipe.strict_yaml import parse_yaml
+from halfstep.runs.registry import build_task_schemas
 
 SCHEMA: Any = Recipe[ModelOptions, DataOptions, LossOptions]
 
 
 def shown(schemas: dict[str, Any], width: int = 80) -> str:
     """What `halfstep recipes RECIPE` says of its settings."""
-    return text_of(Page("settings", tuple(settings_table(rows(schema)) for schema in schemas.values())), width)
+    return render_plain_text(
+        Page("settings", tuple(build_settings_table(list_setting_rows(schema)) for schema in schemas.values())), width
+    )
 
 
 def with_a_field_more() -> Any:
@@ -37,20 +45,20 @@ def with_a_field_more() -> Any:
 
 
 def test_a_field_more_is_in_the_help_the_docs_and_the_json_schema() -> None:
-    before, after = {"t": json_schema(SCHEMA)}, {"t": json_schema(with_a_field_more())}
+    before, after = {"t": build_json_schema(SCHEMA)}, {"t": build_json_schema(with_a_field_more())}
     words = ("train.sparkle", "--sparkle", "--sparkles", "Shine.", "an integer from 3 to 9")
-    for show in (shown, lambda schemas: markdown(schemas, [])):
+    for show in (shown, lambda schemas: render_settings_markdown(schemas, [])):
         assert not any(word in show(before) for word in words)
         flowing = " ".join(show(after).split())
         assert all(word in flowing for word in words[:4])
-    assert words[4] in markdown(after, [])
-    assert "sparkle" not in json.dumps(editor_schema(before))
-    assert editor_schema(after)["$defs"]["TrainOptions"]["properties"]["sparkle"]["maximum"] == 9
-    assert read_flags(["--sparkles", "4"], with_a_field_more()) == [("train.sparkle", 4)]
+    assert words[4] in render_settings_markdown(after, [])
+    assert "sparkle" not in json.dumps(build_editor_schema(before))
+    assert build_editor_schema(after)["$defs"]["TrainOptions"]["properties"]["sparkle"]["maximum"] == 9
+    assert parse_typed_settings(["--sparkles", "4"], with_a_field_more()) == [("train.sparkle", 4)]
 
 
 def test_rows_say_type_default_and_flags() -> None:
-    found = {row.key: row for row in rows(json_schema(SCHEMA))}
+    found = {row.key: row for row in list_setting_rows(build_json_schema(SCHEMA))}
     assert len(found) >= 40
     assert found["optimizer.lr"][1:3] == ("a number above 0", "0.001")
     assert found["optimizer.lr"].flags == ["--lr", "--learning_rate"]
@@ -63,9 +71,9 @@ def test_rows_say_type_default_and_flags() -> None:
 
 
 def test_every_flag_that_is_shown_is_understood() -> None:
-    for row in rows(json_schema(SCHEMA)):
+    for row in list_setting_rows(build_json_schema(SCHEMA)):
         for flag in row.flags:
-            assert read_flags([flag, "true"], SCHEMA)[0].key == row.key
+            assert parse_typed_settings([flag, "true"], SCHEMA)[0].key == row.key
 
 
 def test_one_schema_for_all_tasks_keeps_sections_of_one_name_apart() -> None:
@@ -73,13 +81,13 @@ def test_one_schema_for_all_tasks_keeps_sections_of_one_name_apart() -> None:
         one: int = 1
 
     first: Any = Recipe[ModelOptions, Data, LossOptions]
-    one = json_schema(first)
+    one = build_json_schema(first)
 
     class Data(DataOptions):  # type: ignore[no-redef]
         other: int
 
     second: Any = Recipe[ModelOptions, Data, LossOptions]
-    whole = editor_schema({"first": one, "second": json_schema(second)})
+    whole = build_editor_schema({"first": one, "second": build_json_schema(second)})
     definitions = whole["$defs"]
 
     def data_of(task: str) -> Any:
@@ -96,8 +104,8 @@ def test_one_schema_for_all_tasks_keeps_sections_of_one_name_apart() -> None:
 
 @pytest.mark.parametrize("path", sorted(Path(halfstep.__file__).parent.glob("recipes/*.yaml")), ids=lambda p: p.stem)
 def test_editors_know_every_key_of_every_shipped_recipe(path: Path) -> None:
-    content = read_yaml(path.read_bytes(), str(path))
-    definitions = editor_schema(task_schemas())["$defs"]
+    content = parse_yaml(path.read_bytes(), str(path))
+    definitions = build_editor_schema(build_task_schemas())["$defs"]
     properties = definitions[content["task"]]["properties"]
     assert set(content) <= set(properties)
     for key, inner in content.items():
@@ -107,7 +115,7 @@ def test_editors_know_every_key_of_every_shipped_recipe(path: Path) -> None:
 
 
 def test_editors_know_the_words_that_are_translated() -> None:
-    definitions = editor_schema({"t": json_schema(SCHEMA)})["$defs"]
+    definitions = build_editor_schema({"t": build_json_schema(SCHEMA)})["$defs"]
     known = definitions["t"]["properties"]
     assert {*PRECISION_WORDS, *FOREIGN_SECTIONS, "lr", "learning_rate", "num_epochs"} <= set(known)
     assert "patience" not in known
@@ -117,10 +125,10 @@ def test_editors_know_the_words_that_are_translated() -> None:
 
 
 def test_the_page_lists_recipes_and_fits_in_a_table() -> None:
-    page = markdown({"t": json_schema(SCHEMA)}, [Shipped("mine", "t", "For a | test.")])
+    page = render_settings_markdown({"t": build_json_schema(SCHEMA)}, [ShippedRecipe("mine", "t", "For a | test.")])
     assert "| `mine` | t | For a \\| test. |" in page
     assert "## Settings of t" in page
 
 
 def test_the_help_fits_in_80_columns() -> None:
-    assert max(len(line) for line in shown({"t": json_schema(SCHEMA)}).splitlines()) <= 80
+    assert max(len(line) for line in shown({"t": build_json_schema(SCHEMA)}).splitlines()) <= 80

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from halfstep.errors import BadRecipe
-from halfstep.recipe.changes import changes
-from halfstep.recipe.names import read_flags
-from halfstep.recipe.resolve import resolve
-from halfstep.recipe.strict_yaml import read_yaml, to_yaml
+from halfstep.recipe.changes import list_relevant_changes
+from halfstep.recipe.names import parse_typed_settings
+from halfstep.recipe.resolve import resolve_recipe
+from halfstep.recipe.strict_yaml import dump_recipe_yaml, parse_yaml
 from tests.support.tiny_task import Tiny
 
 
 def resolved(text: str = "", *words: str) -> Any:
-    raw = read_yaml(f"task: tiny\ntrain: {{steps: 3, seed: 1}}\n{text}", "recipe")
-    return resolve(raw, Tiny.schema, read_flags(list(words), Tiny.schema), "recipe").recipe
+    raw = parse_yaml(f"task: tiny\ntrain: {{steps: 3, seed: 1}}\n{text}", "recipe")
+    return resolve_recipe(raw, Tiny.schema, parse_typed_settings(list(words), Tiny.schema), "recipe").recipe
 
 
 def test_a_run_is_watched_unless_it_says_otherwise() -> None:
@@ -50,7 +50,7 @@ def test_every_form_of_the_mode_is_read(text: str, words: tuple[str, ...]) -> No
 def test_off_is_a_word_and_comes_back_as_one() -> None:
     recipe = resolved("guard: off")
     assert recipe.guard.mode == "off"
-    assert resolve(read_yaml(to_yaml(recipe), "again"), Tiny.schema).recipe.guard.mode == "off"
+    assert resolve_recipe(parse_yaml(dump_recipe_yaml(recipe), "again"), Tiny.schema).recipe.guard.mode == "off"
 
 
 @pytest.mark.wording
@@ -85,10 +85,10 @@ def test_limits_that_cannot_be_are_refused(text: str) -> None:
 
 def test_another_guard_is_no_other_run() -> None:
     old = resolved().model_dump(mode="json")
-    assert changes(old, resolved("guard: {mode: repair, probation: 7}")) == []
+    assert list_relevant_changes(old, resolved("guard: {mode: repair, probation: 7}")) == []
     del old["guard"]
-    assert changes(old, resolved("guard: repair")) == []
-    assert changes(old, resolved("optimizer: {lr: 0.5}")) != []
+    assert list_relevant_changes(old, resolved("guard: repair")) == []
+    assert list_relevant_changes(old, resolved("optimizer: {lr: 0.5}")) != []
 
 
 @pytest.mark.parametrize("word", ["off", "warn", "refuse"])

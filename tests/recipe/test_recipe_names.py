@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import pytest
 
 from halfstep.errors import BadRecipe
-from halfstep.recipe.names import read_flags
-from halfstep.recipe.resolve import apply
+from halfstep.recipe.names import parse_typed_settings
+from halfstep.recipe.resolve import apply_overrides
 from halfstep.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe
 
 
@@ -66,7 +66,7 @@ SCHEMA: Any = Recipe[ModelOptions, Data, LossOptions]
     ],
 )
 def test_settings_and_flags(line: str, meant: list[tuple[str, Any]]) -> None:
-    found = read_flags(line.split(), SCHEMA)
+    found = parse_typed_settings(line.split(), SCHEMA)
     assert found == meant
     assert [type(value) for _, value in found] == [type(value) for _, value in meant]
 
@@ -89,13 +89,13 @@ def test_settings_and_flags(line: str, meant: list[tuple[str, Any]]) -> None:
 )
 def test_mistakes_name_what_was_meant(line: str, words: list[str]) -> None:
     with pytest.raises(BadRecipe) as caught:
-        read_flags(line.split(), SCHEMA)
+        parse_typed_settings(line.split(), SCHEMA)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_overrides_leave_what_they_were_given_alone() -> None:
     raw = {"train": {"epochs": 1}, "optimizer": None, "loss": 5}
-    changed = apply(raw, read_flags(["train.epochs=2", "optimizer.lr=1", "run.dir=x"], SCHEMA))
+    changed = apply_overrides(raw, parse_typed_settings(["train.epochs=2", "optimizer.lr=1", "run.dir=x"], SCHEMA))
     assert changed == {"train": {"epochs": 2}, "optimizer": {"lr": 1}, "loss": 5, "run": {"dir": "x"}}
     assert raw == {"train": {"epochs": 1}, "optimizer": None, "loss": 5}
-    assert apply({"train": 5}, read_flags(["train.epochs=2"], SCHEMA)) == {"train": 5}
+    assert apply_overrides({"train": 5}, parse_typed_settings(["train.epochs=2"], SCHEMA)) == {"train": 5}

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import BadRecipe
-from halfstep.recipe.sources import read_recipe, recipe_names
+from halfstep.recipe.sources import list_recipe_names, read_recipe
 
 
 def test_the_shipped_recipes_are_found_by_name() -> None:
-    assert len(recipe_names()) >= 14
+    assert len(list_recipe_names()) >= 14
     found = read_recipe("unet")
     assert found.label == "unet"
     assert found.raw["task"] == "segmentation"
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", list_recipe_names())
 def test_a_shipped_recipe_begins_with_its_command_and_says_what_it_is_for(name: str) -> None:
     found = read_recipe(name)
     first = found.text.splitlines()[0]

@@ -7,17 +7,17 @@ from typing import Any, Literal
 import pytest
 
 from halfstep.errors import BadRecipe, Contradiction, HalfstepError, Unsafe
-from halfstep.recipe.names import read_flags
-from halfstep.recipe.resolve import Resolved, resolve
+from halfstep.recipe.names import parse_typed_settings
+from halfstep.recipe.resolve import ResolvedRecipe, resolve_recipe
 from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
-from halfstep.recipe.strict_yaml import read_yaml
+from halfstep.recipe.strict_yaml import parse_yaml
 
 SCHEMA: Any = Recipe[ModelOptions, DataOptions, LossOptions]
 BASE = "task: t\ntrain: {epochs: 3}\n"
 
 
-def resolved(text: str, *line: str) -> Resolved:
-    return resolve(read_yaml(text, "file"), SCHEMA, read_flags(line, SCHEMA), "mine")
+def resolved(text: str, *line: str) -> ResolvedRecipe:
+    return resolve_recipe(parse_yaml(text, "file"), SCHEMA, parse_typed_settings(line, SCHEMA), "mine")
 
 
 @pytest.mark.wording
@@ -140,5 +140,7 @@ def test_a_path_given_as_the_kind_of_a_set_is_answered_with_the_setting_for_path
 
     schema: Any = Recipe[ModelOptions, Folders, LossOptions]
     with pytest.raises(BadRecipe) as caught:
-        resolve(read_yaml(BASE, "file"), schema, read_flags(["--data", "/photos/pets"], schema), "mine")
+        resolve_recipe(
+            parse_yaml(BASE, "file"), schema, parse_typed_settings(["--data", "/photos/pets"], schema), "mine"
+        )
     assert "data.path=/photos/pets" in caught.value.do

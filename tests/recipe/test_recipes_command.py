@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from halfstep.cli import main
-from halfstep.cli.recipes import shipped_recipes
-from halfstep.json_data import json_data
-from halfstep.recipe.explain import pages
-from halfstep.recipe.names import read_flags
-from halfstep.recipe.resolve import Resolved, resolve
-from halfstep.recipe.sources import read_recipe, recipe_names, recipe_text
-from halfstep.runs.registry import task_class, task_schemas
+from halfstep.cli.recipes import list_shipped_recipes
+from halfstep.json_data import convert_to_json_data
+from halfstep.recipe.explain import build_docs_files
+from halfstep.recipe.names import parse_typed_settings
+from halfstep.recipe.resolve import ResolvedRecipe, resolve_recipe
+from halfstep.recipe.sources import list_recipe_names, read_recipe, read_recipe_text
+from halfstep.runs.registry import build_task_schemas, find_task_class
 from tests.support.indexed_task import write_shards
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +28,13 @@ def call(*words: str, width: int = 80) -> Result:
     return CliRunner().invoke(main.build(), ["recipes", *words], env={"COLUMNS": str(width)}, prog_name="halfstep")
 
 
-def resolved(name: str, *line: str) -> Resolved:
+def resolved(name: str, *line: str) -> ResolvedRecipe:
     found = read_recipe(name)
-    schema = task_class(found.raw["task"]).schema
-    return resolve(found.raw, schema, read_flags(line, schema), found.label)
+    schema = find_task_class(found.raw["task"]).schema
+    return resolve_recipe(found.raw, schema, parse_typed_settings(line, schema), found.label)
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", list_recipe_names())
 def test_every_shipped_recipe_resolves(name: str) -> None:
     if read_recipe(name).raw["task"] == "text":
         pytest.importorskip("transformers")
@@ -75,13 +75,13 @@ def test_one_switch_turns_mixed_precision_on() -> None:
 def test_the_list_fits(width: int) -> None:
     done = call(width=width)
     assert done.exit_code == 0
-    assert all(name in done.output for name in recipe_names())
+    assert all(name in done.output for name in list_recipe_names())
     assert max(map(len, done.output.splitlines())) <= width
     assert call("list").output == call().output
 
 
 def test_the_list_as_json() -> None:
-    assert json.loads(call("--json").output) == {"recipes": json_data(shipped_recipes())}
+    assert json.loads(call("--json").output) == {"recipes": convert_to_json_data(list_shipped_recipes())}
 
 
 def test_a_recipe_is_explained_with_each_setting() -> None:
@@ -125,7 +125,7 @@ def test_the_order_of_shards_is_explained_once_they_have_an_index(
     assert (named.exit_code, "has no index yet" in named.output) == (65, True), "an index is of one set of shards"
     assert call("explain", "cifar10", "s3://").exit_code == 78, "an address is one of data, not a setting"
     window = tmp_path / "window.yaml"
-    window.write_text(recipe_text("cifar10")[1].replace("  name: shards", "  name: shards\n  window: 3"))
+    window.write_text(read_recipe_text("cifar10")[1].replace("  name: shards", "  name: shards\n  window: 3"))
     said = json.loads(call("explain", str(window), str(data), "--json").output)["order"]
     assert said["order"] == {"name": "windows", "chunk": 120, "window": 3}
     words = " ".join(call("explain", str(window), str(data)).output.split())
@@ -172,7 +172,7 @@ def test_the_schema_is_json_for_editors() -> None:
 
 
 def test_the_docs_are_as_new_as_the_schema() -> None:
-    for name, text in pages(task_schemas(), shipped_recipes()).items():
+    for name, text in build_docs_files(build_task_schemas(), list_shipped_recipes()).items():
         assert (ROOT / "docs" / name).read_text() == text, f"docs/{name} is old: run scripts/docs"
 
 

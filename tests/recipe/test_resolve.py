@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import BadRecipe, Contradiction, HalfstepError, PrecisionRefused, Unsafe
-from halfstep.recipe.changes import Change, different
-from halfstep.recipe.names import read_flags
-from halfstep.recipe.resolve import Resolved, resolve
+from halfstep.recipe.changes import Change, list_differences
+from halfstep.recipe.names import parse_typed_settings
+from halfstep.recipe.resolve import ResolvedRecipe, resolve_recipe
 from halfstep.recipe.schema import Also, DataOptions, LossOptions, ModelOptions, Recipe
-from halfstep.recipe.strict_yaml import read_yaml, to_yaml
+from halfstep.recipe.strict_yaml import dump_recipe_yaml, parse_yaml
 
 
 class Data(DataOptions):
@@ -28,8 +28,8 @@ SCHEMA: Any = Recipe[ModelOptions, Data, LossOptions]
 BASE = "task: t\ntrain: {epochs: 3}\n"
 
 
-def resolved(text: str, *line: str) -> Resolved:
-    return resolve(read_yaml(text, "file"), SCHEMA, read_flags(line, SCHEMA), "mine")
+def resolved(text: str, *line: str) -> ResolvedRecipe:
+    return resolve_recipe(parse_yaml(text, "file"), SCHEMA, parse_typed_settings(line, SCHEMA), "mine")
 
 
 def test_defaults_are_filled_in_and_chance_is_recorded() -> None:
@@ -249,18 +249,18 @@ TEXT = st.text(max_size=30).filter(lambda text: "${" not in text)
 )
 def test_a_written_recipe_reads_back_to_the_same(about: str, lr: float, seed: int, freeze: list[str]) -> None:
     raw = {"task": "t", "about": about, "optimizer": {"lr": lr}, "model": {"freeze": freeze}}
-    first = resolve({**raw, "train": {"epochs": 1, "seed": seed}}, SCHEMA, [], "x").recipe
-    text = to_yaml(first)
-    again = resolve(read_yaml(text, "file"), SCHEMA, [], "another").recipe
-    assert again == first, different(first, again)
-    assert to_yaml(again) == text
+    first = resolve_recipe({**raw, "train": {"epochs": 1, "seed": seed}}, SCHEMA, [], "x").recipe
+    text = dump_recipe_yaml(first)
+    again = resolve_recipe(parse_yaml(text, "file"), SCHEMA, [], "another").recipe
+    assert again == first, list_differences(first, again)
+    assert dump_recipe_yaml(again) == text
 
 
 def test_the_written_recipe_means_the_same_to_other_readers() -> None:
     import yaml
 
     recipe = resolved(BASE + "optimizer: {lr: 1e-7}\nabout: no\ndata: {palette: [[0, 0, 0], [255, 0, 0]]}").recipe
-    text = to_yaml(recipe)
+    text = dump_recipe_yaml(recipe)
     assert yaml.safe_load(text)["optimizer"]["lr"] == 1e-7
     assert "palette: [[0, 0, 0], [255, 0, 0]]" in text
     assert max(map(len, text.splitlines())) <= 120
@@ -268,12 +268,15 @@ def test_the_written_recipe_means_the_same_to_other_readers() -> None:
 
 def test_differences_are_lines() -> None:
     one, other = resolved(BASE, "--seed", "1").recipe, resolved(BASE, "--seed", "1", "--lr", "0.2", "--compile").recipe
-    assert different(one, one) == []
-    changed = different(one, other)
+    assert list_differences(one, one) == []
+    changed = list_differences(one, other)
     assert changed == [Change("optimizer.lr", 0.001, 0.2), Change("train.compile", False, True)]
     assert [str(one) for one in changed] == ["optimizer.lr: 0.001 -> 0.2", "train.compile: false -> true"]
-    assert [str(one) for one in different({"a": 1}, {"a": True, "b": None})] == ["a: 1 -> true", "b: (absent) -> null"]
-    assert different(one, other, ignore={"optimizer.lr"}) == changed[1:]
+    assert [str(one) for one in list_differences({"a": 1}, {"a": True, "b": None})] == [
+        "a: 1 -> true",
+        "b: (absent) -> null",
+    ]
+    assert list_differences(one, other, ignore={"optimizer.lr"}) == changed[1:]
 
 
 def test_a_recipe_is_resolved_quickly_and_without_torch() -> None:

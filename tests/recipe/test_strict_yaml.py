@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import BadRecipe, HalfstepError, Unsafe
-from halfstep.recipe.strict_yaml import LARGEST_FILE, read_value, read_with_lines, read_yaml
+from halfstep.recipe.strict_yaml import LARGEST_FILE, parse_yaml, parse_yaml_value, parse_yaml_with_lines
 
 
 @pytest.mark.parametrize(
@@ -48,20 +48,20 @@ from halfstep.recipe.strict_yaml import LARGEST_FILE, read_value, read_with_line
     ],
 )
 def test_scalars_are_those_of_yaml_1_2(written: str, meant: Any) -> None:
-    read = [read_value(written, "line")] + ([read_yaml(f"x: {written}", "file")["x"]] if written != "-" else [])
+    read = [parse_yaml_value(written, "line")] + ([parse_yaml(f"x: {written}", "file")["x"]] if written != "-" else [])
     assert all(value == meant and type(value) is type(meant) for value in read)
 
 
 def test_nan_is_read_and_left_to_the_schema() -> None:
-    assert math.isnan(read_yaml("x: .nan", "file")["x"])
+    assert math.isnan(parse_yaml("x: .nan", "file")["x"])
 
 
 def test_quoted_scalars_are_text() -> None:
-    assert read_yaml("a: '1'\nb: \"true\"\nc: |\n  5\n", "file") == {"a": "1", "b": "true", "c": "5\n"}
+    assert parse_yaml("a: '1'\nb: \"true\"\nc: |\n  5\n", "file") == {"a": "1", "b": "true", "c": "5\n"}
 
 
 def test_nesting_and_the_line_of_every_key() -> None:
-    read = read_with_lines("a:\n  b: 1\n  c:\n    - x: 2\n    - x: 3\nd: []\n", "file")
+    read = parse_yaml_with_lines("a:\n  b: 1\n  c:\n    - x: 2\n    - x: 3\nd: []\n", "file")
     assert read.content == {"a": {"b": 1, "c": [{"x": 2}, {"x": 3}]}, "d": []}
     assert read.lines == {"a": 1, "a.b": 2, "a.c": 3, "a.c.0.x": 4, "a.c.1.x": 5, "d": 6}
 
@@ -93,7 +93,7 @@ def test_nesting_and_the_line_of_every_key() -> None:
 )
 def test_refusals_say_where_and_what(text: str | bytes, words: list[str]) -> None:
     with pytest.raises(BadRecipe) as caught:
-        read_yaml(text, "file")
+        parse_yaml(text, "file")
     assert all(word in str(caught.value) for word in [*words, "allowed:", "do:"])
 
 
@@ -101,7 +101,7 @@ def test_refusals_say_where_and_what(text: str | bytes, words: list[str]) -> Non
 @pytest.mark.parametrize("place", ["a: {} 1", "{} k: 1", "a: [{} 1]", "a: {} [1]", "a: {} {{b: 1}}"])
 def test_every_tag_is_unsafe_wherever_it_stands(tag: str, place: str) -> None:
     with pytest.raises(Unsafe) as caught:
-        read_yaml(place.format(tag), "file")
+        parse_yaml(place.format(tag), "file")
     assert caught.value.exit_code == 77
 
 
@@ -123,33 +123,33 @@ def test_every_tag_is_unsafe_wherever_it_stands(tag: str, place: str) -> None:
 def test_what_is_too_much_is_refused_quickly(text: str) -> None:
     began = time.process_time()
     with pytest.raises(BadRecipe):
-        read_yaml(text, "file")
+        parse_yaml(text, "file")
     assert time.process_time() - began < 4.0
 
 
 def test_the_limits_themselves_pass() -> None:
-    assert read_yaml("a: " + "[" * 31 + "]" * 31, "file")
-    assert len(read_yaml("a: [" + "1," * 9_000 + "]", "file")["a"]) == 9_000
+    assert parse_yaml("a: " + "[" * 31 + "]" * 31, "file")
+    assert len(parse_yaml("a: [" + "1," * 9_000 + "]", "file")["a"]) == 9_000
 
 
 def test_a_variable_is_never_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "SECRET", "canary")
-    assert read_yaml("a: ${SECRET}", "file") == {"a": "${SECRET}"}
+    assert parse_yaml("a: ${SECRET}", "file") == {"a": "${SECRET}"}
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.text(alphabet="ab:- \n[]{},&*!'\"#|>?%\t01.e~\x00é", max_size=60))
 def test_any_text_is_a_mapping_or_an_error_of_ours(text: str) -> None:
     with contextlib.suppress(HalfstepError):
-        assert isinstance(read_yaml(text, "file"), dict)
+        assert isinstance(parse_yaml(text, "file"), dict)
 
 
 def test_values_of_a_command_line_need_no_quotes() -> None:
-    assert read_value("[a, 1, true]", "line") == ["a", 1, True]
-    assert read_value("'8'", "line") == "8"
-    assert read_value("C: #x", "line") == "C: #x"
-    assert read_value("", "line") is None
+    assert parse_yaml_value("[a, 1, true]", "line") == ["a", 1, True]
+    assert parse_yaml_value("'8'", "line") == "8"
+    assert parse_yaml_value("C: #x", "line") == "C: #x"
+    assert parse_yaml_value("", "line") is None
     with pytest.raises(BadRecipe):
-        read_value("[a", "line")
+        parse_yaml_value("[a", "line")
     with pytest.raises(Unsafe):
-        read_value("[!!python/name:os.system]", "line")
+        parse_yaml_value("[!!python/name:os.system]", "line")

@@ -11,13 +11,13 @@ import pytest
 
 from halfstep.errors import BadData, WrongUse
 from halfstep.measure.bench.comparison import BenchMetric
-from halfstep.measure.bench.report import difference
-from halfstep.measure.parity import ParityTest, half_a_point, margin_of, parity
+from halfstep.measure.bench.report import format_parity_difference
+from halfstep.measure.parity import ParityTest, compare_paired_metrics, compute_margin, compute_smallest_margin
 from halfstep.measure.setting import StepSetting
-from halfstep.report.compare import compare
-from halfstep.report.html import page_of
+from halfstep.report.compare import compare_runs
+from halfstep.report.html import render_html_report
 from halfstep.report.plan_facts import PlanFacts
-from halfstep.report.run_facts import RunFacts, read_run
+from halfstep.report.run_facts import RunFacts, read_run_facts
 from halfstep.report.sources import read_source, read_sources
 from tests.report.looked_at import Page
 from tests.report.written import start, step, whole, write_run
@@ -30,16 +30,16 @@ def three_seeds(folder: Path, precision: str, finals: tuple[float, ...], rate: f
     found = []
     for seed, final in enumerate(finals, start=1):
         events = whole(final, seed, precision, rate * (1 + seed / 100))
-        found.append(read_run(write_run(folder / f"{precision}-{seed}", events)))
+        found.append(read_run_facts(write_run(folder / f"{precision}-{seed}", events)))
     return found
 
 
 @pytest.mark.parametrize(("finals", "word"), [(BF16, "same"), ((0.70, 0.71, 0.69), "worse")])
 def test_runs_are_judged_by_the_test_of_bench(tmp_path: Path, finals: tuple[float, ...], word: str) -> None:
     # bf16 first: strict fp32 is the baseline wherever it stands.
-    found = compare([*three_seeds(tmp_path, "bf16", finals, 200.0), *three_seeds(tmp_path, "fp32", FP32)])
-    margin = margin_of(FP32, points=half_a_point(FP32, higher_is_better=True))
-    expected = parity(FP32, finals, margin, higher_is_better=True)
+    found = compare_runs([*three_seeds(tmp_path, "bf16", finals, 200.0), *three_seeds(tmp_path, "fp32", FP32)])
+    margin = compute_margin(FP32, points=compute_smallest_margin(FP32, higher_is_better=True))
+    expected = compare_paired_metrics(FP32, finals, margin, higher_is_better=True)
     assert expected.verdict == word
     assert found.judgment.verdicts[0].startswith("against fp32, bf16: 2.00x as fast")
     assert f"{word} accuracy (difference {100 * (expected.difference or 0):+.2f}" in found.verdict
@@ -50,38 +50,38 @@ def test_runs_are_judged_by_the_test_of_bench(tmp_path: Path, finals: tuple[floa
 
 def test_a_difference_that_is_only_rounding_is_said_to_be_none() -> None:
     test = ParityTest("same", 0.005, -3.7e-17, -0.002, 0.002, 3)
-    assert difference(test, BenchMetric("iou", True)) == "+0.00 ± 0.20 points"
+    assert format_parity_difference(test, BenchMetric("iou", True)) == "+0.00 ± 0.20 points"
 
 
 def test_only_the_settings_that_differ_are_listed(tmp_path: Path) -> None:
     runs = [*three_seeds(tmp_path, "fp32", FP32[:2]), *three_seeds(tmp_path, "bf16", BF16[:1])]
-    heads, rows = compare(runs).differences
+    heads, rows = compare_runs(runs).differences
     assert heads == ["Setting", "fp32-1", "fp32-2", "bf16-1"]
     assert rows == [["precision", "fp32", "fp32", "bf16"], ["train.seed", "1", "2", "1"]]
 
 
 def test_one_seed_tells_nothing_and_says_so(tmp_path: Path) -> None:
     runs = [*three_seeds(tmp_path, "fp32", FP32[:1]), *three_seeds(tmp_path, "bf16", BF16[:1])]
-    assert "can't tell about its accuracy" in compare(runs).verdict
-    assert "fewer than 3 seeds" in compare(runs).verdict
+    assert "can't tell about its accuracy" in compare_runs(runs).verdict
+    assert "fewer than 3 seeds" in compare_runs(runs).verdict
 
 
 def test_runs_that_have_not_ended_are_left_out_and_named(tmp_path: Path) -> None:
-    unfinished = read_run(write_run(tmp_path / "begun", [start(), step(1)], state="ended"))
-    found = compare([*three_seeds(tmp_path, "fp32", FP32[:1]), unfinished])
+    unfinished = read_run_facts(write_run(tmp_path / "begun", [start(), step(1)], state="ended"))
+    found = compare_runs([*three_seeds(tmp_path, "fp32", FP32[:1]), unfinished])
     assert any(note.startswith("begun is left out of the test") for note in found.judgment.notes)
     assert "one recipe" in found.verdict
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / parent / "run", whole())) for parent in ("a", "b")]
-    assert [name for name, _ in compare(runs).runs] == ["a/run", "b/run"]
-    assert [name for name, _ in compare([runs[0], runs[0]]).runs] != ["run", "run"]
+    runs = [read_run_facts(write_run(tmp_path / parent / "run", whole())) for parent in ("a", "b")]
+    assert [name for name, _ in compare_runs(runs).runs] == ["a/run", "b/run"]
+    assert [name for name, _ in compare_runs([runs[0], runs[0]]).runs] != ["run", "run"]
 
 
 def test_the_page_of_several_runs_has_their_curves_over_one_another(tmp_path: Path) -> None:
     runs = [*three_seeds(tmp_path, "fp32", FP32), *three_seeds(tmp_path, "bf16", BF16)]
-    text = page_of(runs)
+    text = render_html_report(runs)
     page = Page(text)
     assert page.titles[0] == "6 runs of one"
     labels = [one["aria-label"] for one in page.all("svg") if one.get("class") == "chart"]
@@ -98,7 +98,7 @@ def test_a_bench_read_again_has_the_verdicts_that_it_was_written_with() -> None:
     found: Any = read_source(file)
     written = json.loads(file.read_text())
     assert list(found.bench.verdicts) == written["verdicts"]
-    page = Page(page_of([found]))
+    page = Page(render_html_report([found]))
     for verdict in written["verdicts"]:
         # The name is a bold element of its own.
         assert verdict.partition(": ")[2] in page.text
@@ -159,7 +159,7 @@ def test_a_plan_has_its_candidates_and_what_the_choice_means(tmp_path: Path) -> 
     assert ("A result that differs from fp32's", "low", "holds: 0.1 % from fp32 after 32 updates") in outlook.risks
     assert ("fp16, rejected", "low", "overflows") in outlook.risks
     assert dict(outlook.expect)["An update"] == "about 50 ms"
-    page = Page(page_of([found]))
+    page = Page(render_html_report([found]))
     assert "train.channels_last true" in page.text
     assert "bf16, channels last: 1.80x" in " ".join(one.get("aria-label", "") for one in page.all("svg"))
 
@@ -171,7 +171,7 @@ def test_a_plan_with_fields_of_other_types_makes_a_page_or_is_refused(tmp_path: 
     for case in cases:
         file.write_text(json.dumps(case))
         try:
-            Page(page_of([read_source(file)]))
+            Page(render_html_report([read_source(file)]))
         except BadData:
             refused += 1
     assert len(cases) / 2 < refused < len(cases)

@@ -16,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from halfstep.cli.main import build
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 from tests.report.test_report_compared import plan
 from tests.report.written import end, epoch, speed, start, step
 from tests.support.chromium import DESK, PHONE, Chromium, Page
@@ -173,7 +173,7 @@ def test_texts_are_shown_as_they_are(browser: Chromium, tmp_path: Path) -> None:
     with browser.open(written(tmp_path, run), width=DESK) as page:
         text = " ".join(str(page.evaluate("document.documentElement.textContent")).split())
     for name, one in shown.items():
-        assert " ".join(in_line(one).split()) in text, name
+        assert " ".join(escape_to_one_line(one).split()) in text, name
 
 
 @pytest.mark.full

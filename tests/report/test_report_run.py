@@ -15,20 +15,20 @@ from PIL import Image
 
 from halfstep.draw.svg import MARKS
 from halfstep.errors import BadData, Diverged
-from halfstep.report.html import MOST_BYTES, page_of
-from halfstep.report.outlook import HIGH, LOW, outlook_of_run
-from halfstep.report.run_facts import incidents, read_run
+from halfstep.report.html import MOST_BYTES, render_html_report
+from halfstep.report.outlook import HIGH, LOW, build_run_outlook
+from halfstep.report.run_facts import collect_incidents, read_run_facts
 from tests.report.looked_at import Page
 from tests.report.written import end, epoch, speed, start, step, whole, write_run
 from tests.support.troubled import InOneModule, fit
 
 
 def looked_at(folder: Path) -> Page:
-    return Page(page_of([read_run(folder)]))
+    return Page(render_html_report([read_run_facts(folder)]))
 
 
 def test_the_verdict_is_one_sentence_with_the_figures(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", whole()))
+    run = read_run_facts(write_run(tmp_path / "run", whole()))
     assert run.verdict == (
         "Finished: best IoU 0.7500 (epoch 4) after 50 s, in bf16 (100 % of the FLOPs), no step skipped."
     )
@@ -40,7 +40,7 @@ def test_the_verdict_is_one_sentence_with_the_figures(tmp_path: Path) -> None:
 
 def test_the_best_of_a_run_that_failed_later_is_that_of_its_epochs(tmp_path: Path) -> None:
     events = [*whole()[:-1], {"event": "end", "reason": "error", "error": "no space left", "remedies": []}]
-    run = read_run(write_run(tmp_path / "run", events, state="ended", reason="no space left", code=74))
+    run = read_run_facts(write_run(tmp_path / "run", events, state="ended", reason="no space left", code=74))
     assert run.best == (0.75, 4.0)
     assert "best IoU 0.7500 (epoch 4)" in run.verdict
 
@@ -99,7 +99,7 @@ def test_what_was_not_recorded_is_said_and_nothing_is_drawn_for_it(tmp_path: Pat
 
 
 def test_a_run_that_ended_before_its_first_step(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", [start()], state="ended", reason="no space left", code=74))
+    run = read_run_facts(write_run(tmp_path / "run", [start()], state="ended", reason="no space left", code=74))
     assert run.verdict.startswith("Ended before its first step: no space left")
     assert "No step was taken" in looked_at(tmp_path / "run").text
 
@@ -107,12 +107,12 @@ def test_a_run_that_ended_before_its_first_step(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path: Path) -> None:
     events = [start(), step(1), step(2)]
     running = {"state": "running", "host": socket.gethostname(), "phase": "computing"}
-    alive = read_run(write_run(tmp_path / "alive", events, pid=os.getpid(), **running))
-    gone = read_run(write_run(tmp_path / "gone", events, pid=2**22 + 1, **running))
+    alive = read_run_facts(write_run(tmp_path / "alive", events, pid=os.getpid(), **running))
+    gone = read_run_facts(write_run(tmp_path / "gone", events, pid=2**22 + 1, **running))
     assert (alive.state.word, alive.is_over) == ("running", False)
     assert alive.verdict.startswith("Running, at step 2 of 40")
     assert (gone.state.word, gone.is_over) == ("killed", True)
-    assert 'http-equiv="refresh"' in page_of([alive], refresh=60)
+    assert 'http-equiv="refresh"' in render_html_report([alive], refresh=60)
 
 
 @pytest.mark.wording
@@ -131,7 +131,7 @@ def test_a_run_without_a_readable_journal_is_refused(tmp_path: Path, written: st
     if written is not None:
         (folder / "journal.jsonl").write_text(written)
     with pytest.raises(BadData, match=re.escape(words)) as raised:
-        read_run(folder)
+        read_run_facts(folder)
     assert raised.value.allowed
     assert raised.value.do
 
@@ -141,7 +141,7 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     lines = (folder / "journal.jsonl").read_text().splitlines()
     lines[5] = lines[5][:20]
     (folder / "journal.jsonl").write_text("\n".join(lines) + '\n{"event":"st')
-    assert (read_run(folder).recorded.attempts, read_run(folder).recorded.damaged) == (39, 1)
+    assert (read_run_facts(folder).recorded.attempts, read_run_facts(folder).recorded.damaged) == (39, 1)
 
 
 def wrong_events() -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def test_fields_of_any_type_make_a_page(tmp_path: Path) -> None:
     wrong = wrong_events()
     for at in range(0, len(wrong), 25):
         events = [start(), step(1), *wrong[at : at + 25], step(2)]
-        Page(page_of([read_run(write_run(tmp_path / str(at), events))]))
+        Page(render_html_report([read_run_facts(write_run(tmp_path / str(at), events))]))
 
 
 # -- incidents --------------------------------------------------------------------------------------------------------
@@ -176,27 +176,27 @@ def troubled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_an_incident_has_its_culprit_what_was_tried_and_what_was_done(troubled: dict[str, Path]) -> None:
-    (found,) = incidents(read_run(troubled["repair"]))
+    (found,) = collect_incidents(read_run_facts(troubled["repair"]))
     assert (found.attempt, found.cause) == (1, "precision")
     assert dict(found.culprit)["Module"] == "2.up"
     assert ("island 2", "finite with it") in found.remedies
     assert "repaired: 2 computes in fp32" in found.done[0]
     assert found.replay == f"halfstep replay {troubled['repair']} --attempt 1"
-    assert read_run(troubled["repair"]).verdict.startswith("Finished: ")
+    assert read_run_facts(troubled["repair"]).verdict.startswith("Finished: ")
 
 
 def test_a_run_that_was_given_up_says_why_and_what_to_do(troubled: dict[str, Path], tmp_path: Path) -> None:
-    run = read_run(troubled["watch"])
+    run = read_run_facts(troubled["watch"])
     assert run.verdict.startswith("Gave up at step 5 of 36, in ")
     assert "5 of 5 steps skipped (5 loss not finite): precision: 2.up (aten._to_copy" in run.verdict
-    assert incidents(run)[-1].do.startswith("halfstep.fit")
+    assert collect_incidents(run)[-1].do.startswith("halfstep.fit")
     assert "to do: halfstep.fit" in run.as_dict()["incidents"][-1]["done"][-1]
-    assert [one.ended_run for one in incidents(run)][-1:] == [True]
-    assert Page(page_of([run])).text.count("Why it ended") == 1
+    assert [one.ended_run for one in collect_incidents(run)][-1:] == [True]
+    assert Page(render_html_report([run])).text.count("Why it ended") == 1
     events = [json.loads(line) for line in (troubled["watch"] / "journal.jsonl").read_text().splitlines()]
     events[-1]["cause"] = "data"
-    other = read_run(write_run(tmp_path / "other", events))
-    assert not any(one.ended_run for one in incidents(other)), "an end for another cause is said on its own"
+    other = read_run_facts(write_run(tmp_path / "other", events))
+    assert not any(one.ended_run for one in collect_incidents(other)), "an end for another cause is said on its own"
 
 
 def test_samples_that_could_not_be_used_are_an_incident(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_samples_that_could_not_be_used_are_an_incident(tmp_path: Path) -> None:
         {"event": "bad_sample", "rank": 0, "name": f"{n}.png", "reason": "truncated", "index": n, "replacement": n - 1}
         for n in range(30)
     ]
-    run = read_run(write_run(tmp_path / "run", [*whole()[:-1], *lost, whole()[-1]]))
-    (found,) = incidents(run)
+    run = read_run_facts(write_run(tmp_path / "run", [*whole()[:-1], *lost, whole()[-1]]))
+    (found,) = collect_incidents(run)
     assert (found.cause, found.sentence) == ("bad samples", "30 samples could not be used")
     assert (found.evidence[0], found.evidence[-1], len(found.evidence)) == ("0.png: truncated", "and 10 more", 21)
     assert len(found.done) == 2, "one was left out of an evaluation"
@@ -226,7 +226,7 @@ def test_a_sample_that_fails_in_every_epoch_is_listed_once(tmp_path: Path) -> No
         }
         for n in range(7)
     ]
-    (found,) = incidents(read_run(write_run(tmp_path / "run", [*whole()[:-1], *lost, whole()[-1]])))
+    (found,) = collect_incidents(read_run_facts(write_run(tmp_path / "run", [*whole()[:-1], *lost, whole()[-1]])))
     assert found.sentence == "3 samples could not be used, 7 times in all"
     assert sorted(found.evidence) == [
         "0.png: truncated (3 times)",
@@ -249,9 +249,9 @@ def test_each_class_has_its_curve(tmp_path: Path) -> None:
 
 def examined(folder: Path, **parts: Any) -> Path:
     """Put findings about the model beside a run, as `--examine` does."""
-    from halfstep.report.examined import FORMAT, _digest
+    from halfstep.report.examined import FORMAT, _hash_recipe
 
-    (folder / "examined.json").write_text(json.dumps({"format": FORMAT, "recipe": _digest(folder), **parts}))
+    (folder / "examined.json").write_text(json.dumps({"format": FORMAT, "recipe": _hash_recipe(folder), **parts}))
     return folder
 
 
@@ -279,7 +279,7 @@ def test_speed_memory_benefits_risks_and_expectations_come_from_data(tmp_path: P
         "largest": [largest("fp32", 10), largest("bf16", 25)],
     }
     survival = [{"format": "fp16", "survives": False, "verdict": "fp16: overflows in up.1"}]
-    found = outlook_of_run(read_run(examined(folder, estimate={"devices": [device]}, survival=survival)))
+    found = build_run_outlook(read_run_facts(examined(folder, estimate={"devices": [device]}, survival=survival)))
     assert dict(found.impact)["Memory"] == "bf16 50 % less: 2.00 MiB at the peak of an update, fp32 4.00 MiB, predicted"
     assert "120 samples/s in bf16" in dict(found.impact)["Speed"]
     assert "Larger batches: up to 25 samples fit here, 2.5 times as many as in fp32." in found.benefits
@@ -304,9 +304,9 @@ def test_speed_memory_benefits_risks_and_expectations_come_from_data(tmp_path: P
 
 def test_findings_about_another_recipe_are_not_shown(tmp_path: Path) -> None:
     folder = examined(write_run(tmp_path / "run", whole()), estimate={"devices": []})
-    assert "estimate" in read_run(folder).examined
+    assert "estimate" in read_run_facts(folder).examined
     (folder / "recipe.yaml").write_text((folder / "recipe.yaml").read_text().replace("0.01", "0.02"))
-    assert read_run(folder).examined == {}
+    assert read_run_facts(folder).examined == {}
 
 
 def module(path: str, format: str, flops: int, bits: float) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def test_pictures_are_embedded_in_less_than_a_megabyte(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", whole())
     for number in (1, 2, 4):
         noise(folder / "pictures" / f"epoch-{number:04d}.png", 700)
-    page = page_of([read_run(folder)])
+    page = render_html_report([read_run_facts(folder)])
     assert 300_000 < len(page.encode()) < MOST_BYTES
     images = Page(page).all("img")
     assert [image["alt"] for image in images] == [

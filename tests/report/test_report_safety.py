@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.draw.markdown import escaped
-from halfstep.report.html import page_of
-from halfstep.report.markdown import markdown_of
-from halfstep.report.run_facts import read_run
+from halfstep.draw.markdown import escape_markdown
+from halfstep.report.html import render_html_report
+from halfstep.report.markdown import render_markdown_report
+from halfstep.report.run_facts import read_run_facts
 from tests.report.looked_at import Page
 from tests.report.written import end, speed, start, step, write_run
 
@@ -61,25 +61,27 @@ def hostile_run(folder: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_stays_text(tmp_path: Path, text: str) -> None:
-    runs = [read_run(hostile_run(tmp_path / name, text)) for name in ("one", "two")]
-    plain = Page(page_of([read_run(write_run(tmp_path / "plain", [start(), step(1), step(2), speed(), end()]))]))
-    for page in (page_of(runs[:1]), page_of(runs)):
+    runs = [read_run_facts(hostile_run(tmp_path / name, text)) for name in ("one", "two")]
+    plain = Page(
+        render_html_report([read_run_facts(write_run(tmp_path / "plain", [start(), step(1), step(2), speed(), end()]))])
+    )
+    for page in (render_html_report(runs[:1]), render_html_report(runs)):
         found = Page(page)
         assert {tag for tag, _ in found.elements} <= {tag for tag, _ in plain.elements} | {"polyline", "path", "circle"}
         names = {name for _, attributes in found.elements for name in attributes}
         assert not [name for name in names if name.startswith("on") or name in ("href", "style", "srcdoc")]
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", page.replace("\r\n", "\n"))
     visible = "".join(c if c.isprintable() else " " for c in text.split("\x1b")[0].split("\u202e")[0].split("\r")[0])
-    assert visible in Page(page_of(runs[:1])).text
+    assert visible in Page(render_html_report(runs[:1])).text
 
 
 def test_control_characters_are_made_visible(tmp_path: Path) -> None:
-    page = page_of([read_run(hostile_run(tmp_path / "run", "\x1b[2J\u202egnp.exe"))])
+    page = render_html_report([read_run_facts(hostile_run(tmp_path / "run", "\x1b[2J\u202egnp.exe"))])
     assert r"\x1b[2J\u202egnp.exe" in page
 
 
 def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
-    page = page_of([read_run(hostile_run(tmp_path / "run", "plain"))])
+    page = render_html_report([read_run_facts(hostile_run(tmp_path / "run", "plain"))])
     assert not re.search(r"(?i)<(script|link|iframe|object|embed|base|form)\b|https?://|@import|url\(", page)
     policy = next(
         one["content"] for one in Page(page).all("meta") if one.get("http-equiv") == "Content-Security-Policy"
@@ -94,7 +96,7 @@ def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_is_no_markup_in_markdown(tmp_path: Path, text: str) -> None:
-    found = markdown_of([read_run(hostile_run(tmp_path / "run", text))])
+    found = render_markdown_report([read_run_facts(hostile_run(tmp_path / "run", text))])
     bare = re.sub(r"\\[\\`*_{}\[\]<>#|!~&$@]", "", found)
     assert {tag for tag in re.findall(r"<[^>]*>", bare)} == {"<details>", "<summary>", "</summary>", "</details>"}
     # Every row of a table has as many cells as its head.
@@ -103,5 +105,5 @@ def test_hostile_text_is_no_markup_in_markdown(tmp_path: Path, text: str) -> Non
 
 
 def test_markdown_is_escaped_on_one_line() -> None:
-    assert escaped("a|b\n# @you `x` <b>") == r"a\|b \# \@you \`x\` \<b\>"
-    assert escaped("http://host") == "http:\u200b//host"
+    assert escape_markdown("a|b\n# @you `x` <b>") == r"a\|b \# \@you \`x\` \<b\>"
+    assert escape_markdown("http://host") == "http:\u200b//host"

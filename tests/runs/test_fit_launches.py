@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import halfstep
 from halfstep.errors import StateMismatch
-from halfstep.recipe.strict_yaml import read_yaml
+from halfstep.recipe.strict_yaml import parse_yaml
 from halfstep.train.run import Run
 from tests.support.tiny_task import Tiny
 from tests.train.test_loop import RECIPE, events
@@ -87,7 +87,7 @@ def test_weights_to_begin_with_are_needed_once(recipe: Path) -> None:
 
 
 def _whole(recipe: Path) -> Any:
-    return Tiny.schema.model_validate({"model": {}, "data": {}, "loss": {}, **read_yaml(recipe.read_bytes(), "tiny")})
+    return Tiny.schema.model_validate({"model": {}, "data": {}, "loss": {}, **parse_yaml(recipe.read_bytes(), "tiny")})
 
 
 @pytest.mark.wording

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
 from halfstep.journal.events import Event
-from halfstep.journal.jsonl import JOURNAL, JsonLines, as_line
+from halfstep.journal.jsonl import JOURNAL, JsonLinesListener, format_event_line
 from halfstep.runs import listing
 from halfstep.runs.listing import RECIPE, RESULT, STATUS, RunRow, runs
 from halfstep.train import run_folder, status
@@ -35,7 +35,7 @@ def make(folder: Path, events: list[Event] | None, result: object = None, **said
     folder.mkdir(parents=True)
     (folder / RECIPE).write_text("task: segmentation\n")
     if events is not None:
-        (folder / JOURNAL).write_bytes(b"".join(as_line(event).encode() for event in events))
+        (folder / JOURNAL).write_bytes(b"".join(format_event_line(event).encode() for event in events))
     if result is not None:
         (folder / RESULT).write_text(json.dumps(result))
     if said:
@@ -99,7 +99,7 @@ def test_the_states_of_runs_are_told_apart(tmp_path: Path, case: str) -> None:
 
 
 def test_the_files_are_those_that_a_run_writes() -> None:
-    assert (run_folder.RECIPE, run_folder.RESULT, status.status_file(0)) == (RECIPE, RESULT, STATUS)
+    assert (run_folder.RECIPE, run_folder.RESULT, status.name_status_file(0)) == (RECIPE, RESULT, STATUS)
 
 
 def test_what_is_known_of_a_run(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_best_is_that_of_the_result_or_of_the_last_epoch(tmp_path: Path) -> 
 
 def test_a_long_journal_in_several_files_is_read_at_its_end_alone(tmp_path: Path) -> None:
     run = make(tmp_path / "run", None)
-    lines = JsonLines(run / JOURNAL, largest=200_000)
+    lines = JsonLinesListener(run / JOURNAL, largest=200_000)
     for event in [start("bf16"), epoch(1), *(step(n) for n in range(1, 3001))]:
         lines.on_event(event)
     lines.close()

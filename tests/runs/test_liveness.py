@@ -22,7 +22,7 @@ from halfstep.cli import _probe, main
 from halfstep.errors import BadData
 from halfstep.runs import liveness
 from halfstep.runs.liveness import judge_run
-from halfstep.train.status import Launch, RankStatus, status_file
+from halfstep.train.status import Launch, RankStatus, name_status_file
 
 
 def write(folder: Path, rank: int = 0, *, age: float = 0.0, **said: Any) -> None:
@@ -32,7 +32,7 @@ def write(folder: Path, rank: int = 0, *, age: float = 0.0, **said: Any) -> None
     here |= {"step": 7, "phase": "computing", "beat": 1}
     draft = folder / "draft"
     draft.write_text(json.dumps({**here, **said}))
-    draft.replace(folder / status_file(rank))
+    draft.replace(folder / name_status_file(rank))
 
 
 def ended(code: int, **more: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_one_rank_of_this_host(tmp_path: Path, said: dict[str, Any], expected: t
 
 def test_a_process_that_stands_still_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_is_gone", lambda status: False)  # this process may be younger than that
-    monkeypatch.setattr(liveness, "_watch", lambda folder, statuses, limits: {})
+    monkeypatch.setattr(liveness, "_watch_ranks", lambda folder, statuses, limits: {})
     write(tmp_path, age=40.0)
     assert judged(tmp_path, 30) == ("silent", 76)
     assert judged(tmp_path, 50) == ("alive", 0)
@@ -90,7 +90,7 @@ def beating(folder: Path, *ranks: int, **said: Any) -> threading.Thread:
     def beat() -> None:
         time.sleep(0.05)
         for rank in ranks:
-            status = json.loads((folder / status_file(rank)).read_text())
+            status = json.loads((folder / name_status_file(rank)).read_text())
             write(folder, rank, **{**status, "beat": status["beat"] + 1, **said})
 
     thread = threading.Thread(target=beat)
@@ -176,7 +176,7 @@ def test_what_a_run_writes_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [None, "", "[]", "null", "{}"])
 def test_a_folder_without_a_run(tmp_path: Path, content: str | None) -> None:
     if content is not None:
-        (tmp_path / status_file(0)).write_text(content)
+        (tmp_path / name_status_file(0)).write_text(content)
     with pytest.raises(BadData, match="no status of a run"):
         judge_run(tmp_path, 60)
     with pytest.raises(BadData, match="for rank 3"):

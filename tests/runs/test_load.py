@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 import halfstep
-from halfstep.data.image_io import as_read
+from halfstep.data.image_io import convert_to_image_tensor
 from halfstep.errors import BadData, WrongUse
 from halfstep.files import write_json
 from halfstep.train.outputs import BEST, FACTS
@@ -45,7 +45,7 @@ def kinds(photo: Path) -> list[Any]:
 @pytest.mark.parametrize("name", ["segmentation", "classification"])
 def test_an_image_of_any_kind_is_predicted_alike(tmp_path: Path, photo: Path, name: str) -> None:
     run = halfstep.load(left(tmp_path, name))
-    image = as_read(photo, 3)
+    image = convert_to_image_tensor(photo, 3)
     expected = run.task.predict(run.model, image)
     for given in kinds(photo):
         found = run.predict(given)
@@ -80,17 +80,17 @@ def test_model_and_preprocessing_come_to_the_same(tmp_path: Path, photo: Path) -
 )
 def test_what_is_no_image_is_told(image: Any, said: str) -> None:
     with pytest.raises(BadData) as caught:
-        as_read(image, 3)
+        convert_to_image_tensor(image, 3)
     assert said in str(caught.value)
 
 
 def test_a_photograph_that_was_not_divided_is_doubted() -> None:
     image = torch.full((3, 4, 4), 255.0)
     with pytest.warns(UserWarning, match="divide it by 255"):
-        assert as_read(image, 3) is image
+        assert convert_to_image_tensor(image, 3) is image
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        as_read(image / 255, 3)
+        convert_to_image_tensor(image / 255, 3)
 
 
 def test_pillow_images_lie_as_their_files_do(tmp_path: Path, photo: Path) -> None:
@@ -98,7 +98,7 @@ def test_pillow_images_lie_as_their_files_do(tmp_path: Path, photo: Path) -> Non
     exif[0x0112] = 6
     Image.open(photo).save(tmp_path / "turned.jpg", exif=exif)
     with Image.open(tmp_path / "turned.jpg") as image:
-        assert torch.equal(as_read(image, 3), as_read(tmp_path / "turned.jpg", 3))
+        assert torch.equal(convert_to_image_tensor(image, 3), convert_to_image_tensor(tmp_path / "turned.jpg", 3))
 
 
 def test_grey_models_take_grey(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import halfstep
-from halfstep.checkpoint.paths import generations
+from halfstep.checkpoint.paths import list_generations
 from halfstep.errors import BadData, FolderTaken, HalfstepError, UnknownName, WrongUse
 
 SHORT: dict[str, object] = {
@@ -40,7 +40,7 @@ def test_verify_returns_what_is_wrong(copied: Path) -> None:
     assert report.proof is not None
     assert report.proof.equal
     assert [one.whole for one in report.checkpoints] == [True] * len(report.checkpoints)
-    file = max(generations(copied / "checkpoints"), key=lambda one: one.attempt).path / "rank-00000.safetensors"
+    file = max(list_generations(copied / "checkpoints"), key=lambda one: one.attempt).path / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)

@@ -13,7 +13,7 @@ import pytest
 from halfstep import tasks
 from halfstep.errors import Contradiction, MissingExtra, UnknownName, WrongUse
 from halfstep.runs import registry
-from halfstep.runs.registry import task_class, task_from_file, task_names
+from halfstep.runs.registry import find_task_class, list_task_names, load_task_file
 from halfstep.tasks.segmentation import Segmentation
 
 OWN = """
@@ -45,44 +45,44 @@ def points(monkeypatch: pytest.MonkeyPatch, *values: tuple[str, str]) -> None:
 def test_files_without_an_underscore_are_tasks() -> None:
     folder = Path(tasks.__path__[0])
     files = {p.stem for p in folder.glob("*.py") if not p.name.startswith("_")}
-    assert set(task_names()) >= files >= {"segmentation", "classification"}
-    assert not any(name.startswith("_") or name == "models" for name in task_names())
-    assert task_class("segmentation") is Segmentation
+    assert set(list_task_names()) >= files >= {"segmentation", "classification"}
+    assert not any(name.startswith("_") or name == "models" for name in list_task_names())
+    assert find_task_class("segmentation") is Segmentation
 
 
 @pytest.mark.wording
 def test_an_unknown_task_is_told_its_nearest_name() -> None:
     with pytest.raises(UnknownName, match="did you mean 'segmentation'"):
-        task_class("segmentaton")
+        find_task_class("segmentaton")
 
 
 @pytest.mark.parametrize("name", ["models", "_folder", "os", "../tasks", ""])
 def test_nothing_but_tasks_can_be_named(name: str) -> None:
     with pytest.raises(UnknownName):
-        task_class(name)
+        find_task_class(name)
 
 
 def test_an_entry_point_is_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     points(monkeypatch, ("theirs", "halfstep.tasks.segmentation:Segmentation"))
-    assert "theirs" in task_names()
-    assert task_class("theirs") is Segmentation
+    assert "theirs" in list_task_names()
+    assert find_task_class("theirs") is Segmentation
 
 
 @pytest.mark.wording
 def test_an_entry_point_that_is_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
     points(monkeypatch, ("theirs", "os.path:join"))
     with pytest.raises(WrongUse, match="not a task"):
-        task_class("theirs")
+        find_task_class("theirs")
 
 
 @pytest.mark.wording
 def test_two_tasks_of_one_name_are_a_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
     points(monkeypatch, ("segmentation", "a:B"))
     with pytest.raises(Contradiction, match="comes with halfstep"):
-        task_class("segmentation")
+        find_task_class("segmentation")
     points(monkeypatch, ("theirs", "a:B"), ("theirs", "c:D"))
     with pytest.raises(Contradiction, match=r"a:B.*c:D"):
-        task_names()
+        list_task_names()
 
 
 @pytest.mark.wording
@@ -93,14 +93,14 @@ def test_two_tasks_of_one_name_are_a_contradiction(monkeypatch: pytest.MonkeyPat
 def test_a_missing_package_names_the_extra(
     task: str, package: str, extras: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task_class(task)
+    find_task_class(task)
     for module in [name for name in sys.modules if name.startswith("halfstep.tasks.")]:
         if not module.startswith("halfstep.runs.registry"):
             monkeypatch.delitem(sys.modules, module)
     for module in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra) as caught:
-        task_class(task)
+        find_task_class(task)
     assert package in str(caught.value)
     assert f"pip install 'halfstep[{extras}]'" in caught.value.do
 
@@ -108,7 +108,7 @@ def test_a_missing_package_names_the_extra(
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(OWN)
-    kind, digest = task_from_file(path)
+    kind, digest = load_task_file(path)
     assert kind.__name__ == "Mine"
     assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
     assert kind(None).model().in_features == 3
@@ -132,7 +132,7 @@ def test_a_file_that_is_not_one_task(tmp_path: Path, text: str, words: str) -> N
     path = tmp_path / "mine.py"
     path.write_text(text.replace("from __future__ import annotations\n", ""))
     with pytest.raises(WrongUse, match=words) as caught:
-        task_from_file(path)
+        load_task_file(path)
     assert caught.value.exit_code == 78
     assert caught.value.do
 
@@ -144,4 +144,4 @@ def test_what_is_not_a_python_file_is_not_run(tmp_path: Path, name: str, monkeyp
     (tmp_path / "text.txt").write_text(OWN)
     (tmp_path / "large.py").write_text(OWN + "#" * registry.LARGEST_FILE)
     with pytest.raises(WrongUse, match=name):
-        task_from_file(tmp_path / name)
+        load_task_file(tmp_path / name)

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from faults.crash_story import commit_together
 from halfstep.checkpoint.chunks import ChunkedTensor
 from halfstep.checkpoint.commit import RankSnapshot
-from halfstep.checkpoint.paths import Disk, generations
+from halfstep.checkpoint.paths import Disk, list_generations
 from halfstep.errors import BadData, WrongUse
 from halfstep.runs.sharded_export import (
     INDEX,
     WHOLE,
     StoredWeights,
-    bytes_in,
     export_layout,
-    shared_out,
-    weights_in_checkpoint,
+    open_checkpoint_weights,
+    parse_byte_size,
+    split_into_shards,
     write_layout,
 )
 from halfstep.train.state import COMPONENTS
@@ -69,12 +69,12 @@ def checkpoint(tmp_path: Path) -> Any:
     folder = tmp_path / "checkpoints"
     saved = commit_together(folder, [snapshot(rank, stack()) for rank in range(RANKS)], keep=2, disks=[Disk()] * RANKS)
     assert not any(isinstance(one, Exception) for one in saved), saved
-    return generations(folder)[0]
+    return list_generations(folder)[0]
 
 
 def test_the_shards_of_all_ranks_become_what_hugging_face_reads(checkpoint: Any, tmp_path: Path) -> None:
     most = 3 * SIDE * SIDE * 4
-    with weights_in_checkpoint(checkpoint, averaged=False) as weights:
+    with open_checkpoint_weights(checkpoint, averaged=False) as weights:
         told = write_layout(weights, tmp_path / "export", most, {"halfstep": "of a test"})
     model, again = stack(), stack()
     nn.init.zeros_(again[0].weight)  # type: ignore[arg-type,index]
@@ -98,7 +98,7 @@ def test_one_tensor_is_in_memory_at_a_time(checkpoint: Any, tmp_path: Path) -> N
     alive: dict[int, int] = {}
     largest = 0
 
-    with weights_in_checkpoint(checkpoint, averaged=False) as weights:
+    with open_checkpoint_weights(checkpoint, averaged=False) as weights:
 
         def read(name: str) -> Tensor:
             nonlocal largest
@@ -121,9 +121,9 @@ def test_a_chunk_of_another_shape_is_not_spread_over_its_place(tmp_path: Path) -
     lying = {**snapshots[1].tensors, "weights/parameters/0.weight": torch.zeros(1, SIDE)}
     snapshots[1] = replace(snapshots[1], tensors=lying)
     commit_together(tmp_path / "checkpoints", snapshots, keep=2, disks=[Disk()] * RANKS)
-    place = generations(tmp_path / "checkpoints")[0]
+    place = list_generations(tmp_path / "checkpoints")[0]
     with (
-        weights_in_checkpoint(place, averaged=False) as weights,
+        open_checkpoint_weights(place, averaged=False) as weights,
         pytest.raises(BadData, match=r"0\.weight"),
     ):
         write_layout(weights, tmp_path / "export", 10**9, {})
@@ -132,8 +132,8 @@ def test_a_chunk_of_another_shape_is_not_spread_over_its_place(tmp_path: Path) -
 
 def test_a_tensor_is_never_cut_and_files_hold_as_much_as_they_may() -> None:
     likes = {name: torch.empty(size, dtype=torch.uint8) for name, size in zip("abcde", (4, 4, 20, 3, 7), strict=True)}
-    assert shared_out(likes, 10) == [["a", "b"], ["c"], ["d", "e"]]
-    assert shared_out(likes, 100) == [["a", "b", "c", "d", "e"]]
+    assert split_into_shards(likes, 10) == [["a", "b"], ["c"], ["d", "e"]]
+    assert split_into_shards(likes, 100) == [["a", "b", "c", "d", "e"]]
 
 
 @pytest.mark.wording
@@ -149,14 +149,14 @@ def test_weights_that_are_not_finite_are_not_exported_and_leave_nothing(tmp_path
 
 @pytest.mark.parametrize(("text", "count"), [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2**31), ("9B", 9)])
 def test_sizes_in_words(text: str, count: int) -> None:
-    assert bytes_in(text) == count
+    assert parse_byte_size(text) == count
 
 
 @pytest.mark.wording
 @pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "0GB", "5 apples"])
 def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(WrongUse, match="max_shard_size"):
-        bytes_in(text)
+        parse_byte_size(text)
 
 
 @pytest.mark.ranks

@@ -20,16 +20,24 @@ from halfstep import files
 from halfstep.errors import BadData, HalfstepError, NotRestarted, RankFailed, Stopped, StorageFailed, Unsafe
 from halfstep.files import write_json
 from halfstep.ownership import LOCK
-from halfstep.status_files import StatusFile, read_status, status_file
-from halfstep.train.lost_ranks import lost_ranks
-from halfstep.train.status import RESERVED, Launch, RankStatus, begin, job_id, restart_count, status_saved
+from halfstep.status_files import RankStatusRecord, name_status_file, read_status
+from halfstep.train.lost_ranks import find_lost_ranks
+from halfstep.train.status import (
+    RESERVED,
+    Launch,
+    RankStatus,
+    begin_attempt,
+    count_restarts,
+    find_job_id,
+    record_rank_status,
+)
 from tests.support.tiny_task import Tiny
 
 SAID = ("code", "reason", "restartable")
 
 
 def kept(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / status_file(0)).read_text())
+    content: dict[str, Any] = json.loads((folder / name_status_file(0)).read_text())
     return content
 
 
@@ -38,7 +46,7 @@ def said(folder: Path) -> tuple[Any, ...]:
 
 
 def saved(folder: Path) -> Any:
-    return status_saved(RankStatus(folder, Launch("token", restarts=2)))
+    return record_rank_status(RankStatus(folder, Launch("token", restarts=2)))
 
 
 def test_a_process_says_that_it_runs_and_that_it_came_to_its_end(tmp_path: Path) -> None:
@@ -80,7 +88,7 @@ def test_the_last_launch_counts_and_the_first_end_of_it(tmp_path: Path) -> None:
     with pytest.raises(Stopped), saved(tmp_path):
         raise Stopped("stopped")
     status = RankStatus(tmp_path, Launch("other"))
-    with status_saved(status):
+    with record_rank_status(status):
         status.ended(76, "hung")
     assert said(tmp_path) == (76, "hung", True)
     assert [path.name for path in tmp_path.iterdir()] == ["status.rank-00000.json"]
@@ -88,7 +96,7 @@ def test_the_last_launch_counts_and_the_first_end_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.wording
 def test_a_file_that_cannot_be_written_hides_no_error(tmp_path: Path) -> None:
-    (tmp_path / status_file(0)).mkdir()
+    (tmp_path / name_status_file(0)).mkdir()
     with pytest.raises(StorageFailed, match="no room"), saved(tmp_path):
         raise StorageFailed("no room")
     with saved(tmp_path):
@@ -103,7 +111,7 @@ def test_every_write_raises_the_beat_and_the_end_too(tmp_path: Path) -> None:
         beats.append(kept(tmp_path)["beat"])
     status.ended(0, "finished")
     assert [*beats, kept(tmp_path)["beat"]] == [1, 2, 3, 4]
-    assert (tmp_path / status_file(0)).stat().st_size == RESERVED
+    assert (tmp_path / name_status_file(0)).stat().st_size == RESERVED
 
 
 def test_a_full_disk_can_still_say_how_the_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +125,7 @@ def test_a_full_disk_can_still_say_how_the_run_ended(tmp_path: Path, monkeypatch
     status.ended(74, "no room " * 2000, trace="long " * 4000)
     assert (kept(tmp_path)["state"], kept(tmp_path)["code"], kept(tmp_path)["step"]) == ("ended", 74, 7)
     assert kept(tmp_path)["reason"].startswith("no room")
-    assert [path.name for path in tmp_path.iterdir()] == [status_file(0)], "no draft is left"
+    assert [path.name for path in tmp_path.iterdir()] == [name_status_file(0)], "no draft is left"
     # The name may be that of another run by now: its file is not overwritten.
     RankStatus(tmp_path, Launch("other")).ended(0, "finished")
     assert kept(tmp_path)["launch"] == "token"
@@ -146,11 +154,11 @@ def test_a_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
 
 
 def leave(folder: Path, rank: int = 0, **status: Any) -> None:
-    write_json(folder / status_file(rank), {"launch": "last", "checkpoint": 4, "fruitless": 0, **status})
+    write_json(folder / name_status_file(rank), {"launch": "last", "checkpoint": 4, "fruitless": 0, **status})
 
 
 def begun(folder: Path, newest: int, restarts: int, batch_size: int = 8, *accepted: str) -> Launch:
-    return begin(folder, newest, restarts, batch_size, accepted)
+    return begin_attempt(folder, newest, restarts, batch_size, accepted)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +171,7 @@ def begun(folder: Path, newest: int, restarts: int, batch_size: int = 8, *accept
     ],
 )
 def test_a_restart_is_known_by_its_launcher(environment: dict[str, str], count: int) -> None:
-    assert restart_count(environment) == count
+    assert count_restarts(environment) == count
 
 
 @pytest.mark.parametrize(
@@ -177,7 +185,7 @@ def test_a_restart_is_known_by_its_launcher(environment: dict[str, str], count: 
     ],
 )
 def test_a_job_has_the_name_that_its_scheduler_gave_it(environment: dict[str, str], job: str | None) -> None:
-    assert job_id(environment) == job
+    assert find_job_id(environment) == job
 
 
 @pytest.mark.wording
@@ -216,13 +224,13 @@ def test_a_newer_checkpoint_or_a_stop_that_was_asked_for_is_no_crash(tmp_path: P
 
 @pytest.mark.parametrize("content", ["[]", '{"launch": 3}', '{"launch": "a", "code": [65], "fruitless": "x"}', "no"])
 def test_a_status_that_another_program_wrote_stops_nothing(tmp_path: Path, content: str) -> None:
-    (tmp_path / status_file(0)).write_text(content)
+    (tmp_path / name_status_file(0)).write_text(content)
     assert begun(tmp_path, newest=0, restarts=1).fruitless <= 1
 
 
 def test_a_field_of_another_type_counts_as_missing(tmp_path: Path) -> None:
-    write_json(tmp_path / status_file(0), {"state": "ended", "code": True, "step": "7", "beat": 3, "unknown": 1})
-    assert read_status(tmp_path, 0) == StatusFile(state="ended", beat=3)
+    write_json(tmp_path / name_status_file(0), {"state": "ended", "code": True, "step": "7", "beat": 3, "unknown": 1})
+    assert read_status(tmp_path, 0) == RankStatusRecord(state="ended", beat=3)
 
 
 # -- want of memory -------------------------------------------------------------------------------------------------
@@ -279,8 +287,8 @@ def test_a_rank_whose_process_is_gone_or_that_failed_is_named_and_not_those_that
         {**running, "pid": gone.pid, "launch": "before"},
     )
     for rank, status in enumerate(statuses):
-        write_json(tmp_path / status_file(rank), status)
-    assert lost_ranks(tmp_path, "now") == [1, 3]
+        write_json(tmp_path / name_status_file(rank), status)
+    assert find_lost_ranks(tmp_path, "now") == [1, 3]
 
 
 class NoModel(Tiny):
@@ -298,7 +306,7 @@ def test_a_run_that_fails_to_start_leaves_what_its_restarts_are_counted_by(
     with pytest.raises(ImportError):
         halfstep.fit(recipe, task=NoModel, settings={"run.dir": str(tmp_path / "run"), "train.epochs": 1}, quiet=True)
     left = sorted(path.name for path in tmp_path.glob("run/*"))
-    assert left == ([] if restarts == "0" else [LOCK, status_file(0)])
+    assert left == ([] if restarts == "0" else [LOCK, name_status_file(0)])
     assert (tmp_path / "run").exists() == (restarts != "0")
     if left:
         assert kept(tmp_path / "run")["code"] == 70

@@ -88,14 +88,14 @@ def autocast_off_unseen(replace: Replace) -> None:
 def kernel_missing(replace: Replace) -> None:
     from halfstep.precision import probe
 
-    real = probe._forward_backward
+    real = probe._run_forward_backward
 
     def failing(operation: Any, values: Any, weight: Any, where: Any, precision: Any) -> Any:
         if precision.casts and weight.ndim == 4:
             raise RuntimeError("no kernel image is available for execution on the device")
         return real(operation, values, weight, where, precision)
 
-    replace(probe, "_forward_backward", failing)
+    replace(probe, "_run_forward_backward", failing)
 
 
 def estimate_doubled(replace: Replace) -> None:
@@ -121,7 +121,7 @@ def another_blamed(replace: Replace) -> None:
     from halfstep.observe import nonfinite_origin
 
     # The last operation that had anything to do with it, as a print of the loss would blame.
-    replace(nonfinite_origin, "_first", lambda ends: max(ends, key=lambda made: made.order, default=None))
+    replace(nonfinite_origin, "_find_first_origin", lambda ends: max(ends, key=lambda made: made.order, default=None))
 
 
 def weights_rounded(replace: Replace) -> None:

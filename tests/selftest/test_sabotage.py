@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import describe_device
 from halfstep.selftest import worker
 from halfstep.selftest.names import PARTS
 from halfstep.selftest.part import PartContext, PartFailed
@@ -27,7 +27,7 @@ HERE = {name: sabotage for name, sabotage in ALL.items() if sabotage.here}
 
 def row(part: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return worker._do(PartContext(describe("cpu"), Path(folder)), {"do": part})[1]
+        return worker._answer_question(PartContext(describe_device("cpu"), Path(folder)), {"do": part})[1]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def _decisions(_rank: int, name: str) -> dict[str, Any]:
     if name:
         ALL[name].apply(replace)
     try:
-        return ranks.decisions(torch.device("cpu"))
+        return ranks.run_windows(torch.device("cpu"))
     finally:
         for owner, attribute, value in replaced:
             setattr(owner, attribute, value)
@@ -79,7 +79,7 @@ def _decisions(_rank: int, name: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 def test_ranks_agree(on_ranks: Ranks) -> None:
-    ranks.agreed(dict(enumerate(on_ranks(_decisions, ""))))
+    ranks.check_rank_decisions(dict(enumerate(on_ranks(_decisions, ""))))
 
 
 @pytest.mark.ranks
@@ -87,7 +87,7 @@ def test_ranks_whose_votes_are_ignored_fail(on_ranks: Ranks) -> None:
     sabotage = ALL["one rank's vote ignored"]
     answers = dict(enumerate(on_ranks(_decisions, "one rank's vote ignored")))
     with pytest.raises(PartFailed, match=sabotage.says):
-        ranks.agreed(answers)
+        ranks.check_rank_decisions(answers)
 
 
 @pytest.mark.full

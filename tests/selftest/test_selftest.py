@@ -19,12 +19,12 @@ import yaml
 from typer.testing import CliRunner
 
 from halfstep.cli.main import build
-from halfstep.errors import missing_extra
-from halfstep.precision.hardware import describe
+from halfstep.errors import convert_import_error
+from halfstep.precision.hardware import describe_device
 from halfstep.selftest import names, worker
-from halfstep.selftest.facts import device_facts, without_names
+from halfstep.selftest.facts import anonymize_text, collect_device_facts
 from halfstep.selftest.names import FAILED, PARTS, PASSED, SKIPPED
-from halfstep.selftest.part import Measured, PartContext, PartFailed, PartSkipped
+from halfstep.selftest.part import PartContext, PartFailed, PartResult, PartSkipped
 from halfstep.selftest.parts import memory, overhead, parity, plan, ranks, scale
 from halfstep.selftest.run import selftest
 from tests.selftest.test_sabotage import ROOT
@@ -61,7 +61,7 @@ def test_a_part_that_passes_ends_with_0(ran: tuple[Any, dict[str, Any], Path]) -
 def test_the_json_has_what_a_reader_needs(ran: tuple[Any, dict[str, Any], Path]) -> None:
     report = ran[1]
     assert report["versions"]["torch"] == torch.__version__
-    assert report["device"]["name"] == describe("cpu").name
+    assert report["device"]["name"] == describe_device("cpu").name
     assert {"cuda.matmul", "mkldnn.enabled"} <= set(report["flags"])
     (row,) = report["parts"]
     assert set(row) == {"part", "result", "figure", "figures", "error", "seconds"}
@@ -93,16 +93,16 @@ def test_a_crash_is_one_part_s_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the ways in which a part ends ------------------------------------------------------------------------------------
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, end: BaseException | Measured) -> dict[str, Any]:
+def ended(monkeypatch: pytest.MonkeyPatch, end: BaseException | PartResult) -> dict[str, Any]:
     """Run a part that ends in this way."""
 
-    def check(_place: PartContext) -> Measured:
+    def check(_place: PartContext) -> PartResult:
         if isinstance(end, BaseException):
             raise end
         return end
 
     monkeypatch.setitem(sys.modules, "halfstep.selftest.parts.made_up", types.SimpleNamespace(check=check))
-    return worker._do(PartContext(describe("cpu")), {"do": "made_up"})[1]
+    return worker._answer_question(PartContext(describe_device("cpu")), {"do": "made_up"})[1]
 
 
 def test_a_failure_and_a_bug_are_told_without_paths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,18 +122,18 @@ def test_what_cannot_run_is_skipped_and_never_passed(monkeypatch: pytest.MonkeyP
     row = ended(monkeypatch, ModuleNotFoundError("No module named 'pydantic'", name="pydantic"))
     assert row["result"] == SKIPPED
     assert "pip install 'halfstep[train" in row["figure"]
-    extra = missing_extra(ModuleNotFoundError("", name="yaml"))
+    extra = convert_import_error(ModuleNotFoundError("", name="yaml"))
     assert extra is not None
     assert ended(monkeypatch, extra)["result"] == SKIPPED
     assert ended(monkeypatch, ModuleNotFoundError("No module named 'torch.gone'", name="torch"))["result"] == FAILED
 
 
 def test_resume_without_a_folder_or_room_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = worker._do(PartContext(describe("cpu"), folder=None), {"do": "resume"})[1]
+    row = worker._answer_question(PartContext(describe_device("cpu"), folder=None), {"do": "resume"})[1]
     assert row["result"] == SKIPPED
     assert "TMPDIR" in row["figure"]
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: types.SimpleNamespace(free=3 * 2**20))
-    row = worker._do(PartContext(describe("cpu"), folder=tmp_path), {"do": "resume"})[1]
+    row = worker._answer_question(PartContext(describe_device("cpu"), folder=tmp_path), {"do": "resume"})[1]
     assert row["result"] == SKIPPED
     assert "3 of 64 MiB free" in row["figure"]
 
@@ -149,13 +149,13 @@ def test_resume_without_a_folder_or_room_is_skipped(tmp_path: Path, monkeypatch:
     ],
 )
 def test_paths_and_names_are_taken_out(text: str, told: str) -> None:
-    assert without_names(text) == told
+    assert anonymize_text(text) == told
 
 
 def test_settings_that_change_the_result_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFSTEP_CPUINFO", "/somewhere/else")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    settings = device_facts(describe("cpu"))["settings"]
+    settings = collect_device_facts(describe_device("cpu"))["settings"]
     assert settings["HALFSTEP_CPUINFO"] == "set"
     assert settings["OMP_NUM_THREADS"] == "1"
 
@@ -234,7 +234,7 @@ def report_of(**results: str) -> dict[str, Any]:
     ]
     failed = FAILED in results.values()
     known = {"form": 1, "interrupted": False, "passed": not failed, "seconds": 11.0, "parts": rows}
-    return {**device_facts(describe("cpu")), **known}
+    return {**collect_device_facts(describe_device("cpu")), **known}
 
 
 @pytest.mark.parametrize("words", [[], ["--json"], ["--json", "-"], ["--json", "--only", "ranks"]])
@@ -265,23 +265,23 @@ def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_gpu_skips_the_ranks_and_several_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
-    assert ranks._world(torch.device("cpu")) == (2, "gloo")
+    assert ranks._choose_world(torch.device("cpu")) == (2, "gloo")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     with pytest.raises(PartSkipped, match="one device only"):
-        ranks._world(device)
+        ranks._choose_world(device)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    assert ranks._world(device) == (4, "nccl")
+    assert ranks._choose_world(device) == (4, "nccl")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 16)
-    assert ranks._world(device)[0] == 8
+    assert ranks._choose_world(device)[0] == 8
 
 
 def test_a_gpu_s_memory_is_counted_without_what_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workspaces of an earlier part are no part of an update."""
     stepped: list[str] = []
     predicted = types.SimpleNamespace(peak=1000)
-    monkeypatch.setattr(memory, "ledger_of", lambda *_: predicted)
+    monkeypatch.setattr(memory, "estimate_ledger", lambda *_: predicted)
     monkeypatch.setattr(memory, "Candidate", lambda *_: types.SimpleNamespace(step=lambda: stepped.append("step")))
-    monkeypatch.setattr(memory, "peak_of", lambda _candidate: 5000 + 1100)
+    monkeypatch.setattr(memory, "measure_update_peak", lambda _candidate: 5000 + 1100)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _device: 5000)
     monkeypatch.setattr(PartContext, "device", property(lambda self: torch.device("cpu")))
     monkeypatch.setattr(PartContext, "chosen", lambda self: self.native()[0])
@@ -295,7 +295,7 @@ def test_a_gpu_s_memory_is_counted_without_what_was_there_before(monkeypatch: py
 def describe_as(kind: str) -> Any:
     from dataclasses import replace
 
-    return replace(describe("cpu"), kind=kind)
+    return replace(describe_device("cpu"), kind=kind)
 
 
 def test_a_gpu_s_native_precisions_are_checked() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import DynamicScale, Stepper
-from halfstep.precision.precision import Precision, precision_named
+from halfstep.precision.precision import Precision, resolve_precision_name
 from tests.support.models import plain_model
 
 
@@ -41,7 +41,7 @@ def test_the_callers_loss_scale_is_used_again_and_begins_anew() -> None:
 
 
 def test_a_precision_that_is_the_callers_own_is_found_again() -> None:
-    own = dataclasses.replace(precision_named("fp16"), name="mine")
+    own = dataclasses.replace(resolve_precision_name("fp16"), name="mine")
     stepper = stepper_in(own)
     findings = list(stepper.findings)
     stepper.change_precision("fp32")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep import Stepper, audit, island
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 
 PAGE = Path(__file__).parents[2] / "docs" / "custom-operations.md"
 # The rounding of each format, over the few operations from the loss to the first weight.
@@ -93,7 +93,7 @@ def gradients(page: ModuleType, precision: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = island(page.Model(), "head")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1.0), precision=precision_named(precision))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1.0), precision=resolve_precision_name(precision))
     assert stepper.step(page.loss_fn, batch()).applied
     assert not [finding for finding in stepper.findings if finding.id == "function-mixes-formats"]
     assert stepper.observed is not None
@@ -115,7 +115,7 @@ def test_gradients_are_those_of_plain_torch_in_fp32(page: ModuleType, precision:
 
 @pytest.mark.parametrize("precision", APART)
 def test_the_page_trains(page: ModuleType, precision: str) -> None:
-    losses = page.train(precision_named(precision))
+    losses = page.train(resolve_precision_name(precision))
     assert losses[-1] < 0.6 * losses[0]
 
 

@@ -14,10 +14,10 @@ import halfstep
 from halfstep import Ema, Stepper, Window, choose_precision
 from halfstep.errors import PrecisionNotObserved, PrecisionRefused, WrongUse
 from halfstep.formats import FP64
-from halfstep.precision.hardware import Device, ability
-from halfstep.precision.names import read_precision
-from halfstep.precision.precision import precision_named
-from halfstep.step.optimizer_slot import clip_factor
+from halfstep.precision.hardware import Device, find_format_support
+from halfstep.precision.names import parse_precision
+from halfstep.precision.precision import resolve_precision_name
+from halfstep.step.optimizer_slot import compute_clip_factor
 
 
 def double_model(seed: int = 0) -> nn.Sequential:
@@ -109,7 +109,7 @@ def test_the_clip_factor_is_torchs_in_float64(norm: float) -> None:
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     p.grad = gradient.clone()
     total = clip_grad_norm_([p], 0.7)
-    assert p.grad.item() == (gradient * clip_factor(total.item(), 0.7, FP64)).item()
+    assert p.grad.item() == (gradient * compute_clip_factor(total.item(), 0.7, FP64)).item()
 
 
 def test_a_norm_beyond_fp32_is_clipped_not_skipped() -> None:
@@ -157,7 +157,7 @@ def test_one_float64_part_in_an_fp32_model_is_clipped_as_torch_does() -> None:
 )
 def test_the_names_of_fp64(name: Any) -> None:
     choice = choose_precision(name, device="cpu")
-    assert choice.precision is precision_named("fp64")
+    assert choice.precision is resolve_precision_name("fp64")
     assert not choice.precision.casts
     assert not choice.precision.scaled
     assert choice.asked == "fp64"
@@ -167,7 +167,7 @@ def test_the_names_of_fp64(name: Any) -> None:
 def test_a_recipe_refuses_it_by_name() -> None:
     for word in ("fp64", "64-true", "double"):
         with pytest.raises(PrecisionRefused, match="recipes, commands and GradScaler do not"):
-            read_precision(word)
+            parse_precision(word)
 
 
 @pytest.mark.wording
@@ -209,7 +209,7 @@ def test_a_float32_model_is_refused_for_fp64() -> None:
     ],
 )
 def test_which_devices_have_it(device: Device, native: bool) -> None:
-    assert ability(device, "fp64").native == native
+    assert find_format_support(device, "fp64").native == native
     if native:
         assert choose_precision("fp64", device=device).precision.name == "fp64"
         return

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper, distributed
-from halfstep.precision.converted import converted_layers
-from halfstep.precision.precision import precision_named
+from halfstep.precision.converted import find_converted_layers
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.ranks import Ranks
 
 pytest.importorskip("torchao")
@@ -63,18 +63,18 @@ class Run(NamedTuple):
 def by_precision(rank: int, kind: str, in_fp8: bool) -> Run:
     from halfstep.step import float8_gather
 
-    possible = float8_gather._can_gather
-    float8_gather._can_gather = possible if in_fp8 else lambda *_: False
+    possible = float8_gather._can_gather_in_fp8
+    float8_gather._can_gather_in_fp8 = possible if in_fp8 else lambda *_: False
     try:
         return trained_by_precision(rank, kind)
     finally:
-        float8_gather._can_gather = possible
+        float8_gather._can_gather_in_fp8 = possible
 
 
 def trained_by_precision(rank: int, kind: str) -> Run:
     """Train in a precision of halfstep, change it and change it back, with a step that is skipped."""
     model = sharded_model()
-    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-2), precision=precision_named(kind))
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-2), precision=resolve_precision_name(kind))
     batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))
     losses, gathered, evaluated = [], [], []
     for number, precision in enumerate([kind, kind, "bf16", kind, kind]):
@@ -85,11 +85,11 @@ def trained_by_precision(rank: int, kind: str) -> Run:
         assert not stepper.step(mse, batch * float("nan")).applied
         with stepper.evaluating():
             evaluated += [float(mse(model, batch)) for _ in range(1 + number % 2)]
-    tensors = [distributed.local(each) for each in model.state_dict().values()]
+    tensors = [distributed.unwrap_local_tensor(each) for each in model.state_dict().values()]
     observed = stepper.observed
     fp8 = 0.0 if observed is None else float(sum(observed.fp8.values()))
     plain = all(type(each) is torch.Tensor and each.dtype is torch.float32 for each in tensors)
-    return Run(losses, gathered, evaluated, weights_of(model).tolist(), fp8, list(converted_layers(model)), plain)
+    return Run(losses, gathered, evaluated, weights_of(model).tolist(), fp8, list(find_converted_layers(model)), plain)
 
 
 def trained(rank: int, in_fp8: bool) -> tuple[int | None, list[float], bool, list[float], float]:
@@ -105,7 +105,7 @@ def trained(rank: int, in_fp8: bool) -> tuple[int | None, list[float], bool, lis
     for block in model[:2]:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision=precision_named("bf16"))
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision=resolve_precision_name("bf16"))
     batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))
     losses = [stepper.step(mse, batch).loss for _ in range(3)]
     gathered, before = stepper.gathered_bytes, weights_of(model)
@@ -148,17 +148,17 @@ def with_other_private_classes(rank: int, missing: bool) -> tuple[Run, list[str]
     from halfstep.step import float8_gather, stepper_base
 
     module, emitted = "halfstep.step.float8_gather", list[str]()
-    emit, pre = stepper_base.StepperBase._emit, float8_gather._Float8Weight.fsdp_pre_all_gather
+    emit, pre = stepper_base.StepperBase._emit, float8_gather._Float8WeightShard.fsdp_pre_all_gather
     stepper_base.StepperBase._emit = lambda _, found: emitted.extend(each.id for each in found)  # type: ignore[method-assign]
     try:
         if missing:
             sys.modules[module] = None  # type: ignore[assignment]
         else:
-            float8_gather._Float8Weight.fsdp_pre_all_gather = lambda _, mesh, size: ((), None)  # type: ignore[assignment]
+            float8_gather._Float8WeightShard.fsdp_pre_all_gather = lambda _, mesh, size: ((), None)  # type: ignore[assignment]
         return trained_by_precision(rank, "fp8"), emitted
     finally:
         sys.modules[module], stepper_base.StepperBase._emit = float8_gather, emit  # type: ignore[method-assign]
-        float8_gather._Float8Weight.fsdp_pre_all_gather = pre  # type: ignore[method-assign]
+        float8_gather._Float8WeightShard.fsdp_pre_all_gather = pre  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("missing", [True, pytest.param(False, marks=pytest.mark.full)])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from halfstep.step.optimizer_slot import Gradients, on
+from halfstep.step.optimizer_slot import Gradients, move_number_to_device
 from halfstep.step.rollback import Rollback
 
 
@@ -23,7 +23,9 @@ def test_loss_and_norm_of_a_model_over_two_devices_meet_on_one() -> None:
         loss = torch.empty((), device="cuda:1")
         gradients = Gradients(parameters)
         assert gradients.collect()
-        agreed = torch.stack([on(loss.device, n) for n in (gradients.norm(), loss, gradients.squared_share())])
+        agreed = torch.stack(
+            [move_number_to_device(loss.device, n) for n in (gradients.norm(), loss, gradients.squared_share())]
+        )
         assert agreed.device == loss.device
         gradients.multiply_(0.5)
         gradients.clamp_wide_(1.0)
@@ -40,4 +42,4 @@ def test_buffers_on_two_devices_are_judged_together() -> None:
 
 def test_numbers_that_are_on_one_device_stay_the_same_tensors() -> None:
     numbers = [torch.ones(()), torch.zeros(())]
-    assert all(on(number.device, number) is number for number in numbers)
+    assert all(move_number_to_device(number.device, number) is number for number in numbers)

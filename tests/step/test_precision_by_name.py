@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.adapters import grad_scaler
-from halfstep.adapters.hosted_step import check_options
+from halfstep.adapters.hosted_step import check_adapter_options
 from halfstep.errors import PrecisionRefused, WrongUse
 from halfstep.precision import select
 from tests.support.devices import named
@@ -21,7 +21,7 @@ from tests.support.devices import named
 
 @pytest.fixture
 def _core_i7(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "describe", lambda _: named("Core i7"))
+    monkeypatch.setattr(select, "describe_device", lambda _: named("Core i7"))
 
 
 def parts(**options: Any) -> halfstep.Stepper:
@@ -78,7 +78,7 @@ def test_strict_says_what_to_type_instead(value: bool) -> None:
         parts(precision="bf16", strict=value)
     assert "leave strict out" in refused.value.do
     with pytest.raises(WrongUse, match="leave strict out"):
-        check_options({"strict": value})  # type: ignore[typeddict-unknown-key]
+        check_adapter_options({"strict": value})  # type: ignore[typeddict-unknown-key]
 
 
 @pytest.mark.wording
@@ -93,8 +93,8 @@ def test_a_grad_scaler_by_name() -> None:
 
 @pytest.mark.wording
 def test_a_grad_scaler_is_refused_where_fp16_is_known_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "describe", lambda _: named("NVIDIA GeForce GTX 1650"))
-    monkeypatch.setattr(grad_scaler, "present", lambda: ["xpu", "cpu"])
+    monkeypatch.setattr(select, "describe_device", lambda _: named("NVIDIA GeForce GTX 1650"))
+    monkeypatch.setattr(grad_scaler, "list_device_types", lambda: ["xpu", "cpu"])
     with pytest.raises(PrecisionRefused, match="known to be wrong"):
         halfstep.GradScaler("xpu")
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import halfstep
 from halfstep import Ema, Stepper, Window, island
 from halfstep.errors import HalfstepError, RankFailed, WrongUse
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.digest import digest_of, digest_of_run
 from tests.support.models import Coder, buffered_model, plain_model
 from tests.support.ranks import Ranks
@@ -45,7 +45,9 @@ def mse(model: nn.Module, x: Tensor) -> Tensor:
 def stepper_for(model: nn.Module, precision: str = "fp32", **options: Any) -> Stepper:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    return Stepper(model, optimizer, precision=precision_named(precision), schedule=schedule, ema=Ema(model), **options)
+    return Stepper(
+        model, optimizer, precision=resolve_precision_name(precision), schedule=schedule, ema=Ema(model), **options
+    )
 
 
 # -- a bad loss on one rank ----------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ def through_methods(rank: int) -> tuple[str, bool]:
     torch.manual_seed(rank)
     model = Coder()
     island(model, "decoder")
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("bf16"))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name("bf16"))
     own: list[bool] = []
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
@@ -160,7 +162,7 @@ def test_methods_synchronise_and_a_short_window_does_too(on_ranks: Ranks) -> Non
 def context_form(rank: int) -> tuple[str, str, list[bool]]:
     torch.manual_seed(rank)
     wrapped = DistributedDataParallel(plain_model(seed=rank))
-    stepper = Stepper(wrapped, torch.optim.SGD(wrapped.parameters(), 0.1), precision=precision_named("bf16"))
+    stepper = Stepper(wrapped, torch.optim.SGD(wrapped.parameters(), 0.1), precision=resolve_precision_name("bf16"))
     applied = []
     for step in range(3):
         for last in (False, True):
@@ -207,7 +209,7 @@ def several(rank: int) -> tuple[str, list[str | None], int]:
     torch.manual_seed(rank)
     model = nn.ModuleDict({"g": nn.Linear(4, 4), "d": nn.Linear(4, 1)})
     optimizers = {name: torch.optim.SGD(model[name].parameters(), 0.1) for name in ("g", "d")}
-    stepper = Stepper(model, optimizers, precision=precision_named("bf16"), clip_norm=1.0)
+    stepper = Stepper(model, optimizers, precision=resolve_precision_name("bf16"), clip_norm=1.0)
     counted = Counted()
 
     def losses(m: Any, x: Tensor) -> dict[str, Tensor]:
@@ -239,7 +241,9 @@ def sharded(rank: int, shape: tuple[int, ...]) -> tuple[list[float], list[float]
     model = plain_model()
     names = ("replicate", "shard")[-len(shape) :]
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("fp32"), clip_norm=0.2)
+    stepper = Stepper(
+        model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name("fp32"), clip_norm=0.2
+    )
     x, y = data()
     mine = x[rank * 6 : rank * 6 + 6], y[rank * 6 : rank * 6 + 6]
     reports = []
@@ -274,7 +278,9 @@ class Branches(nn.Module):
 def with_unused_parameters(rank: int, options: dict[str, Any]) -> tuple[str, str]:
     torch.manual_seed(0)
     model = Branches()
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("fp32"), ddp=options)
+    stepper = Stepper(
+        model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name("fp32"), ddp=options
+    )
     before = digest_of(model.state_dict())
     torch.manual_seed(rank)
     try:
@@ -298,7 +304,7 @@ def unfreezes(rank: int) -> str:
     torch.manual_seed(0)
     model = plain_model()
     model[2].requires_grad_(False)
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("fp32"))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name("fp32"))
     torch.manual_seed(rank)
     stepper.step(mse, torch.randn(3, 8))
     model[2].requires_grad_(True)
@@ -313,7 +319,9 @@ def test_unfreezing_on_two_ranks(on_ranks: Ranks) -> None:
 
 
 def caught_on_one_rank(rank: int) -> list[str]:
-    stepper = Stepper(m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision=precision_named("fp32"))
+    stepper = Stepper(
+        m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision=resolve_precision_name("fp32")
+    )
     seen = []
     for step in range(3):
         try:
@@ -335,7 +343,7 @@ def different_branches(rank: int) -> tuple[str, bool]:
     model = nn.ModuleDict({"e0": nn.Linear(4, 4), "e1": nn.Linear(4, 4), "e2": nn.Linear(4, 4), "d": nn.Linear(4, 1)})
     experts = [p for n in ("e0", "e1", "e2") for p in model[n].parameters()]
     optimizers = {"e": torch.optim.SGD(experts, 0.1), "d": torch.optim.SGD(model["d"].parameters(), 0.1)}
-    stepper = Stepper(model, optimizers, precision=precision_named("fp32"))
+    stepper = Stepper(model, optimizers, precision=resolve_precision_name("fp32"))
 
     def losses(m: Any, x: Tensor) -> dict[str, Tensor]:
         out = m["d"](m[f"e{rank}"](x))
@@ -356,7 +364,7 @@ def test_ranks_that_use_different_parts_with_several_losses(on_ranks: Ranks) -> 
 def foreign_parameters(rank: int) -> str:
     model, sigma = plain_model(), nn.Parameter(torch.zeros(2))
     try:
-        Stepper(model, torch.optim.SGD([*model.parameters(), sigma], 0.1), precision=precision_named("fp32"))
+        Stepper(model, torch.optim.SGD([*model.parameters(), sigma], 0.1), precision=resolve_precision_name("fp32"))
     except HalfstepError as error:
         return str(error)
     return ""
@@ -368,7 +376,9 @@ def test_parameters_that_nobody_synchronises_are_refused(on_ranks: Ranks) -> Non
 
 
 def synchronised_on_the_last(rank: int) -> list[int]:
-    stepper = Stepper(m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision=precision_named("fp32"))
+    stepper = Stepper(
+        m := plain_model(), torch.optim.SGD(m.parameters(), 0.1), precision=resolve_precision_name("fp32")
+    )
     calls: list[int] = []
 
     def counted(_state, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations of a hook
@@ -393,7 +403,7 @@ def expanded_buffer_and_new_head(rank: int) -> tuple[str, str]:
     model.register_buffer("mask", torch.ones(1, 4).expand(3, 4))
     model.register_buffer("turned", torch.full((4, 3), float(rank)).t())
     optimizers = {n: torch.optim.SGD(model[n].parameters(), 0.1) for n in ("g", "d")}
-    stepper = Stepper(model, optimizers, precision=precision_named("fp32"))
+    stepper = Stepper(model, optimizers, precision=resolve_precision_name("fp32"))
 
     def losses(m: Any, x: Tensor) -> dict[str, Tensor]:
         out = m["d"](m["norm"](m["g"](x)))
@@ -425,7 +435,7 @@ def other_only(rank: int, how: str) -> list[str]:
         def passes(self, report: Any) -> bool:
             return not (how == "guard" and rank == 1)
 
-    stepper = Stepper(model, optimizers, precision=precision_named("fp32"), guards=[OnRankOne()])
+    stepper = Stepper(model, optimizers, precision=resolve_precision_name("fp32"), guards=[OnRankOne()])
     seen = []
     for _ in range(3):
         only = "d" if how == "only" and rank == 1 else "g"
@@ -457,7 +467,7 @@ def badly_sharded(rank: int, how: str) -> str:
     if how == "several":
         optimizers = {str(i): torch.optim.SGD(model[i].parameters(), 0.1) for i in (0, 2)}
     try:
-        stepper = Stepper(model, optimizers, precision=precision_named("fp32"))
+        stepper = Stepper(model, optimizers, precision=resolve_precision_name("fp32"))
         stepper.step(lambda m, x: {"0": mse(m, x), "2": mse(m, x)} if how == "several" else mse(m, x), torch.ones(3, 8))
     except HalfstepError as error:
         return error.given

@@ -132,13 +132,15 @@ def started(rank: int, spoilt: bool) -> dict[str, Any]:
     import torch
 
     from halfstep.errors import HalfstepError
-    from halfstep.precision.precision import precision_named
+    from halfstep.precision.precision import resolve_precision_name
     from tests.support.digest import digest_of
     from tests.support.models import plain_model
 
     model = plain_model()
     before = digest_of(model.state_dict())
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("bf16"), check=True)
+    stepper = Stepper(
+        model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name("bf16"), check=True
+    )
 
     def loss_fn(model: Any, batch: Any) -> Any:
         lost = spoilt and is_guilty(rank) and torch.is_autocast_enabled("cpu")

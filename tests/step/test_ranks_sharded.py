@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper, Window
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -44,7 +44,7 @@ def data(part: int, parts: int) -> tuple[Tensor, Tensor]:
 
 def stepper_for(model: Any, **options: Any) -> Stepper:
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    return Stepper(model, optimizer, precision=precision_named("fp32"), clip_norm=0.3, observe=False, **options)
+    return Stepper(model, optimizer, precision=resolve_precision_name("fp32"), clip_norm=0.3, observe=False, **options)
 
 
 def trained(model: Any, batch: Any) -> tuple[list[float], list[float], Tensor]:
@@ -147,7 +147,7 @@ def built_after_validation(rank: int) -> bool:
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     with torch.no_grad():
         model(data(rank, 4)[0])
-    return Stepper(model, optimizer, precision=precision_named("fp32")).step(mse, data(rank, 4)).applied
+    return Stepper(model, optimizer, precision=resolve_precision_name("fp32")).step(mse, data(rank, 4)).applied
 
 
 def test_a_stepper_is_made_after_a_validation(four: Ranks) -> None:
@@ -160,7 +160,7 @@ def test_a_stepper_is_made_after_a_validation(four: Ranks) -> None:
 def adam_for(model: Any) -> Stepper:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    return Stepper(model, optimizer, precision=precision_named("fp32"), schedule=schedule, observe=False)
+    return Stepper(model, optimizer, precision=resolve_precision_name("fp32"), schedule=schedule, observe=False)
 
 
 def local_weights(model: nn.Module) -> list[list[float]]:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import halfstep
 from halfstep import Stepper, Window
 from halfstep.errors import HalfstepError, RankFailed, WrongUse
-from halfstep.step.objective import Votes
+from halfstep.step.objective import RankVotes
 from tests.support.combinations import pairwise
 from tests.support.digest import digest_of
 from tests.support.failing import Unreadable, batches, local_digest, loss, stepper_for
@@ -259,7 +259,7 @@ def in_turns(rank: int) -> tuple[str, str]:
 
 def test_parts_that_are_trained_in_turns_are_not_wrapped_for_ever(four: Ranks) -> None:
     found = four(in_turns)
-    assert set(found) == {(found[0][0], "Averaged")}
+    assert set(found) == {(found[0][0], "AveragingSynchronizer")}
 
 
 # -- a rank that is gone -------------------------------------------------------------------------------------------
@@ -295,9 +295,11 @@ def test_a_rank_that_dies_is_told_as_what_it_is() -> None:
 # -- votes and interrupts ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("votes", [Votes(), Votes(1, 2, 3), Votes(stop=8_191), Votes(1, 8_000, 8_000, save=1)])
-def test_votes_are_exact_in_one_number(votes: Votes) -> None:
-    assert Votes.unpacked(float(votes.packed())) == votes
+@pytest.mark.parametrize(
+    "votes", [RankVotes(), RankVotes(1, 2, 3), RankVotes(stop=8_191), RankVotes(1, 8_000, 8_000, save=1)]
+)
+def test_votes_are_exact_in_one_number(votes: RankVotes) -> None:
+    assert RankVotes.unpacked(float(votes.packed())) == votes
     # The most that fits beside it: every bit of a float64's exact integers is taken.
-    flagged = Votes.unpacked(float(votes.packed()) + 8191 * 8192.0**3)
+    flagged = RankVotes.unpacked(float(votes.packed()) + 8191 * 8192.0**3)
     assert flagged == replace(votes, bad_buffer=8191)

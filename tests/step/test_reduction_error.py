@@ -11,8 +11,8 @@ from torch import nn
 
 import halfstep
 from halfstep.step import reduction_error
-from halfstep.step.reduction_error import ReductionError
-from halfstep.step.shard_units import apply_fully_shard, shard_mesh, shard_units
+from halfstep.step.reduction_error import ReductionErrorMeter
+from halfstep.step.shard_units import apply_fully_shard, create_shard_mesh, list_shard_units
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -40,10 +40,10 @@ def measured(rank: int, shard_size: int, inputs: list[list[float]], steps: int) 
     """Return the error after each step in which the gradient on each rank is its input."""
     x = torch.tensor(inputs[rank])
     model = Slope(len(x))
-    mesh = shard_mesh(torch.device("cpu"), dist.get_world_size(), shard_size)
-    apply_fully_shard(shard_units(model, None), mesh, None, reduce="bf16")
+    mesh = create_shard_mesh(torch.device("cpu"), dist.get_world_size(), shard_size)
+    apply_fully_shard(list_shard_units(model, None), mesh, None, reduce="bf16")
     stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
-    error = ReductionError(model, lambda: stepper.counts.attempted)
+    error = ReductionErrorMeter(model, lambda: stepper.counts.attempted)
     found = []
     for _ in range(steps):
         assert stepper.step(lambda model, batch: model(batch), x).applied

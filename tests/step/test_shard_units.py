@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from halfstep import island
 from halfstep.errors import WrongUse
-from halfstep.step.shard_units import shard_units
+from halfstep.step.shard_units import list_shard_units
 from tests.support.ranks import Ranks
 
 
@@ -52,7 +52,7 @@ def images() -> nn.Sequential:
 
 
 def named(model: nn.Module) -> dict[str, str]:
-    return {unit.name: unit.kind for unit in shard_units(model, torch.bfloat16) if unit.kind != "norms"}
+    return {unit.name: unit.kind for unit in list_shard_units(model, torch.bfloat16) if unit.kind != "norms"}
 
 
 def test_repeated_blocks_are_units_and_the_rest_is_the_model() -> None:
@@ -63,7 +63,7 @@ def test_repeated_blocks_are_units_and_the_rest_is_the_model() -> None:
 def test_every_parameter_has_one_unit() -> None:
     model = nn.ModuleDict({"a": Transformer(tied=True), "b": images(), "c": nn.ModuleList([Stage(2), Stage(9)])})
     held: dict[int, str] = {}
-    for unit in shard_units(model, torch.bfloat16):
+    for unit in list_shard_units(model, torch.bfloat16):
         for parameter in unit.parameters():
             held.setdefault(id(parameter), unit.name)
     assert set(held) == {id(parameter) for parameter in model.parameters()}
@@ -85,7 +85,7 @@ def test_a_stage_is_divided_into_its_blocks_and_a_block_is_not() -> None:
 def test_fp32_modules_are_units_gathered_as_they_are_stored() -> None:
     model = Transformer()
     island(model, "blocks.1.norm", "head")
-    units = {unit.name: unit for unit in shard_units(model, torch.bfloat16) if unit.kind != "norms"}
+    units = {unit.name: unit for unit in list_shard_units(model, torch.bfloat16) if unit.kind != "norms"}
     assert {name for name, unit in units.items() if unit.kind == "island"} == {"blocks.1.norm", "head"}
     assert list(units).index("blocks.1.norm") < list(units).index("blocks.1")
     assert {name for name, unit in units.items() if unit.wide} == {"blocks.1.norm", "head"}
@@ -96,24 +96,24 @@ def test_fp32_modules_are_units_gathered_as_they_are_stored() -> None:
 
 def test_the_norms_of_a_block_are_one_unit_that_stays_in_fp32() -> None:
     model = images()
-    norms = [unit for unit in shard_units(model, torch.bfloat16) if unit.kind == "norms"]
+    norms = [unit for unit in list_shard_units(model, torch.bfloat16) if unit.kind == "norms"]
     assert [unit.name for unit in norms] == [str(n) for n in range(9, 0, -1)]
     assert [unit.modules for unit in norms] == [(model[n][1],) for n in range(9, 0, -1)]
     assert norms[0].policy(torch.bfloat16).param_dtype is None
-    assert not any(unit.kind == "norms" for unit in shard_units(nn.BatchNorm1d(4, affine=False), torch.bfloat16))
+    assert not any(unit.kind == "norms" for unit in list_shard_units(nn.BatchNorm1d(4, affine=False), torch.bfloat16))
     several = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8))
-    together = [unit for unit in shard_units(several, torch.bfloat16) if unit.kind == "norms"]
+    together = [unit for unit in list_shard_units(several, torch.bfloat16) if unit.kind == "norms"]
     assert [unit.modules for unit in together] == [(several[1], several[2], several[3])]
 
 
 def test_a_tied_island_makes_the_unit_round_both_wide() -> None:
     model = Transformer(tied=True)
     island(model, "head")
-    assert {unit.name for unit in shard_units(model, torch.bfloat16) if unit.wide and unit.kind != "norms"} == {""}
+    assert {unit.name for unit in list_shard_units(model, torch.bfloat16) if unit.wide and unit.kind != "norms"} == {""}
 
 
 def test_a_model_that_is_an_island_has_wide_units_only() -> None:
-    units = shard_units(island(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))), torch.bfloat16)
+    units = list_shard_units(island(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))), torch.bfloat16)
     assert [(unit.name, unit.wide) for unit in units] == [("2", True), ("0", True), ("", True)]
 
 
@@ -122,7 +122,7 @@ def test_a_parameter_without_a_dimension_is_refused() -> None:
     model = Transformer()
     model.temperature = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(WrongUse, match="temperature"):
-        shard_units(model, torch.bfloat16)
+        list_shard_units(model, torch.bfloat16)
 
 
 def sharded_run(rank: int) -> tuple[float, float]:
@@ -135,7 +135,7 @@ def sharded_run(rank: int) -> tuple[float, float]:
     model = images()
     island(model, "11")
     mesh = init_device_mesh("cpu", (2,))
-    for unit in shard_units(model, torch.bfloat16):
+    for unit in list_shard_units(model, torch.bfloat16):
         fully_shard(list(unit.modules), mesh=mesh, mp_policy=unit.policy(torch.bfloat16))
     stepper = Stepper(model, torch.optim.AdamW(model.parameters()), precision="bf16", observe=False)
     batch = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
@@ -157,8 +157,8 @@ def test_the_plan_runs_in_bf16_with_batch_statistics_and_an_island() -> None:
 
 def test_in_fp32_nothing_needs_a_unit_for_its_format() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)), island(nn.Linear(8, 8)))
-    assert [unit.kind for unit in shard_units(model, torch.bfloat16)].count("norms") == 2
-    assert [(unit.name, unit.kind) for unit in shard_units(model, None)] == [
+    assert [unit.kind for unit in list_shard_units(model, torch.bfloat16)].count("norms") == 2
+    assert [(unit.name, unit.kind) for unit in list_shard_units(model, None)] == [
         ("1", "block"),
         ("0", "block"),
         ("", "root"),

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Ema, Stepper, Window
-from halfstep.precision.precision import PRECISIONS, precision_named
-from halfstep.step.weight_format import takes_bf16
+from halfstep.precision.precision import PRECISIONS, resolve_precision_name
+from halfstep.step.weight_format import can_take_bf16_weights
 from tests.support.combinations import pairwise
 from tests.support.digest import digest_of_run
 from tests.support.models import buffered_model
@@ -74,7 +74,7 @@ def test_nothing_moves(precision: str, optimizer: str, kind: str, microbatches: 
     opt = OPTIMIZERS[optimizer](model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.9)
     stepper = Stepper(
-        model, opt, precision=precision_named(precision), clip_norm=1.0, schedule=schedule, ema=Ema(model, 0.9)
+        model, opt, precision=resolve_precision_name(precision), clip_norm=1.0, schedule=schedule, ema=Ema(model, 0.9)
     )
 
     def window() -> Window:
@@ -116,7 +116,7 @@ IN_CI = {("fp32", 1), ("bf16", 1), ("bf16", 3), ("fp8", 1)}
 CELLS = [
     pytest.param(*cell, many, marks=[] if (cell[0], many) in IN_CI else [pytest.mark.full])
     for cell in product(["fp32", "bf16", *NARROW], WEIGHTS, STATES)
-    if cell[1] == "fp32" or takes_bf16(PRECISIONS[cell[0]])
+    if cell[1] == "fp32" or can_take_bf16_weights(PRECISIONS[cell[0]])
     for many in (1, 3)
 ]
 
@@ -129,14 +129,16 @@ def narrow_stepper(precision: str, weights: str, states: str) -> tuple[Stepper, 
     if states != "fp32" or precision in NARROW:
         pytest.importorskip("torchao")
     if states != "fp32":
-        from halfstep.train.small_optimizers import small_adam, small_groups
+        from halfstep.train.small_optimizers import build_low_bit_adam, group_low_bit_parameters
 
-        optimizer = small_adam("adamw", states, small_groups(model, list(model.parameters())), lr=1e-2)
+        optimizer = build_low_bit_adam(
+            "adamw", states, group_low_bit_parameters(model, list(model.parameters())), lr=1e-2
+        )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     stepper = Stepper(
         model,
         optimizer,
-        precision=precision_named(precision),
+        precision=resolve_precision_name(precision),
         weight_format=weights,
         clip_norm=1.0,
         schedule=schedule,
@@ -177,7 +179,7 @@ def test_nothing_moves_in_narrow_formats(precision: str, weights: str, states: s
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_only_buffers_that_changed_are_written_back(precision: str) -> None:
     model = buffered_model()
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named(precision))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name(precision))
     constant, rebound, mean = model[2].constant, model[2].rebound, model[1].running_mean
     version = constant._version
     report = stepper.step(lambda m, x: m(x).sum() * float("inf"), torch.randn(6, 8))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper
-from halfstep.step.unseen_writes import UnseenWrites
+from halfstep.step.unseen_writes import UnseenWriteDetector
 from tests.support.digest import digest_of
 
 BAD = float("nan")
@@ -177,7 +177,7 @@ def test_a_cpu_checks_a_share_of_a_large_model_in_each_step() -> None:
     """So the number of steps until all memory was checked does not grow with the model."""
     steps = []
     for megabytes in (1, 64, 256):
-        unseen = UnseenWrites()
+        unseen = UnseenWriteDetector()
         unseen.follow([("weight", torch.zeros(megabytes * 2**18))])
         steps.append(unseen.steps)
     assert steps == [9, 129, 129]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep import Stepper
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from tests.step.test_ranks import Counted, mse
 from tests.support.digest import digest_of
 from tests.support.models import buffered_model
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 def trained(rank: int, raised_by: list[list[int]], bad: int | None = None) -> tuple[list[int], int, str]:
     """Hands seen after each step, collectives, and the weights; `raised_by` says whose hand is up at each step."""
     model = buffered_model(seed=0)
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("fp32"))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name("fp32"))
     counted = Counted()
     seen = []
     torch.manual_seed(rank)
@@ -50,7 +50,7 @@ def test_a_hand_changes_no_bit_and_is_seen_on_a_skipped_step_too(on_ranks: Ranks
 def saving(rank: int, raised_by: list[list[int]]) -> tuple[list[bool], list[int], int, str]:
     """Whether all save after each step, the hands seen, collectives, and the weights."""
     model = buffered_model(seed=0)
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("fp32"))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name("fp32"))
     counted, agreed, hands = Counted(), [], []
     torch.manual_seed(rank)
     for ranks in raised_by:

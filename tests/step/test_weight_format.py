@@ -14,14 +14,14 @@ from halfstep import Ema, Stepper, Window, island
 from halfstep.errors import StartCheckFailed, StateMismatch, UnknownName, WrongUse
 from halfstep.guard.monitors.monitors import Meters
 from halfstep.guard.repair.snapshot import RollbackSnapshot
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step import weight_format
-from halfstep.step.rerun import wide_weights
-from halfstep.step.weight_format import SPLIT, STOCHASTIC, join, round_stochastically_, split_
+from halfstep.step.rerun import widen_trained_weights
+from halfstep.step.weight_format import SPLIT, STOCHASTIC, merge_halves, round_stochastically_, split_into_halves_
 from tests.support.digest import digest_of_run
 from tests.support.ranks import Ranks
 
-BF16 = precision_named("bf16")
+BF16 = resolve_precision_name("bf16")
 TIE = 0x8000
 
 
@@ -31,7 +31,7 @@ def from_bits(bits: Tensor) -> Tensor:
 
 def in_two(wide: Tensor) -> tuple[Tensor, Tensor]:
     high, low = torch.empty_like(wide, dtype=torch.bfloat16), torch.empty_like(wide, dtype=torch.int16)
-    split_(wide, high, low)
+    split_into_halves_(wide, high, low)
     return high, low
 
 
@@ -44,7 +44,7 @@ def test_a_split_number_is_the_number_to_the_bit() -> None:
     ends = torch.tensor([0, -(2**31), 1, 0x8000, 0x7F800000, -0x800000, 0x7F7FFFFF], dtype=torch.int64)
     wide = from_bits(torch.cat([any_bits, ties, ends]))
     wide = wide[~wide.isnan()]
-    assert torch.equal(join(*in_two(wide)).view(torch.int32), wide.view(torch.int32))
+    assert torch.equal(merge_halves(*in_two(wide)).view(torch.int32), wide.view(torch.int32))
 
 
 def test_a_nan_is_never_stored_as_a_number() -> None:
@@ -55,7 +55,7 @@ def test_a_nan_is_never_stored_as_a_number() -> None:
     assert wide.isnan().all()
     high, low = in_two(wide)
     assert high.isnan().all()
-    assert join(high, low).isnan().all()
+    assert merge_halves(high, low).isnan().all()
     round_stochastically_(wide, high.zero_(), torch.Generator().manual_seed(0))
     assert high.isnan().all()
 
@@ -64,7 +64,7 @@ def test_a_weight_that_is_set_to_zero_is_zero() -> None:
     """As by pruning, a mask or nn.init, in the middle of a run: the low bits of before are still there."""
     for zero in (0.0, -0.0):
         high, low = in_two(torch.randn(1000))
-        joined = join(high.fill_(zero), low)
+        joined = merge_halves(high.fill_(zero), low)
         assert (joined.abs() <= 2**-133).all()
 
 
@@ -82,7 +82,7 @@ def test_the_upper_half_is_rounded_to_nearest_and_ties_away_from_zero() -> None:
 def test_any_dense_layout_is_split() -> None:
     wide = torch.randn(6, 5, 3, 3).to(memory_format=torch.channels_last)
     high, low = in_two(wide)
-    assert torch.equal(join(high, low), wide)
+    assert torch.equal(merge_halves(high, low), wide)
     assert high.stride() == low.stride() == wide.stride()
 
 
@@ -410,7 +410,7 @@ def test_weights_in_fp32_for_a_rerun_have_gradients_in_fp32() -> None:
     for given in (Window([batch(0), batch(1)]), batch(2)):  # fp32 and then bf16, set by name
         stepper.step(loss_of, given)
     stored = [(p.data_ptr(), p.dtype, p.grad_dtype) for p in model.parameters()]
-    with wide_weights(model, precision_named("fp32")):
+    with widen_trained_weights(model, resolve_precision_name("fp32")):
         loss_of(model, batch(0)).backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert [(p.data_ptr(), p.dtype, p.grad_dtype) for p in model.parameters()] == stored
@@ -611,7 +611,9 @@ def test_a_step_that_a_guard_refuses_names_its_gradients_format() -> None:
 def test_a_precision_that_does_not_compute_in_bf16_is_refused(precision: str) -> None:
     model = net()
     with pytest.raises(WrongUse):
-        Stepper(model, MAKE["sgd"](model.parameters()), precision=precision_named(precision), weight_format=SPLIT)
+        Stepper(
+            model, MAKE["sgd"](model.parameters()), precision=resolve_precision_name(precision), weight_format=SPLIT
+        )
 
 
 def test_unknown_names_are_refused() -> None:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.shard_index import build
+from halfstep.data.shard_index import scan_and_write_index
 from halfstep.data.store_set import find_shards
 from halfstep.errors import StoreFailed
 from halfstep.store.address import parse_address
 from halfstep.store.failures import MISSING
 from halfstep.store.objects import Store
-from halfstep.train.remote_generations import Damaged, committed, read_commit, read_owner
+from halfstep.train.remote_generations import DamagedCheckpoint, list_commits, read_commit, read_owner
 
 SIZE = 200_000
 
@@ -114,19 +114,19 @@ def put_back(request: Mapping[str, Any]) -> None:
 def commits(request: Mapping[str, Any]) -> list[str]:
     """The committed checkpoints, newest first."""
     store = _store(request)
-    return [one.key for one in sorted(committed(store, read_owner(store)[0]), reverse=True)]
+    return [one.key for one in sorted(list_commits(store, read_owner(store)[0]), reverse=True)]
 
 
 def audit(request: Mapping[str, Any]) -> dict[str, list[str]]:
     """Compare every byte behind every commit with its digests."""
     store, whole, torn = _store(request), [], []
-    for one in committed(store, read_owner(store)[0]):
+    for one in list_commits(store, read_owner(store)[0]):
         try:
             commit = read_commit(store, one)
             seals = [(f"{one.key}/{name}", *seal) for name, seal in commit.files.items()]
             seals += [(f"{one.blocks_prefix}/{digest}", size, digest) for size, digest in commit.blocks]
             is_whole = all(_digest(store, key, size) == digest for key, size, digest in seals)
-        except Damaged:
+        except DamagedCheckpoint:
             is_whole = False
         except StoreFailed as failure:
             if failure.kind != MISSING:
@@ -134,7 +134,7 @@ def audit(request: Mapping[str, Any]) -> dict[str, list[str]]:
             is_whole = False
         (whole if is_whole else torn).append(one.key)
     # Retention may have removed one meanwhile, its commit first: with no commit it is no checkpoint.
-    left = {one.key for one in committed(store, read_owner(store)[0])} if torn else set()
+    left = {one.key for one in list_commits(store, read_owner(store)[0])} if torn else set()
     return {"whole": whole, "torn": [one for one in torn if one in left]}
 
 
@@ -156,7 +156,7 @@ def index_set(request: Mapping[str, Any]) -> None:
     """Write the index of shards as `halfstep data index` does."""
     shards = find_shards(parse_address(request["address"], "SRC"), request.get("patience", 30.0))
     with tempfile.NamedTemporaryFile() as file:
-        build(shards, Path(file.name), lambda done, of: None)
+        scan_and_write_index(shards, Path(file.name), lambda done, of: None)
         shards.store.put(shards.index_name, Path(file.name).read_bytes())
 
 

@@ -44,7 +44,7 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(text: str) -> No
 def test_without_the_package_the_line_to_type_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra) as caught:
-        address.check_installed()
+        address.check_obstore_installed()
     assert caught.value.do == "pip install 'halfstep[store]'"
 
 

@@ -319,13 +319,13 @@ def test_a_store_that_comes_back_gets_the_newest_checkpoint(
     monkeypatch.setattr(remote, "WARNED_AFTER", 0.0)
     monkeypatch.setattr(remote, "PAUSES", (0.1,))
     in_store.proxy.plan[:] = [Planned("PUT", "503*", "/checkpoints/")]
-    original = remote.Remote.close
+    original = remote.RemoteCheckpoints.close
 
     def close(self: Any, journal: Any) -> None:
         in_store.proxy.plan.clear()
         original(self, journal)
 
-    monkeypatch.setattr(remote.Remote, "close", close)
+    monkeypatch.setattr(remote.RemoteCheckpoints, "close", close)
     fit(tmp_path / "first", in_store, store__patience=2.0)
     newest = sorted(path.name for path in (tmp_path / "first" / "run" / "checkpoints").iterdir())[-1]
     found = [local(one) for one in generations_in(in_store)]

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from halfstep.data import shard_index, store_shards
 from halfstep.data import shards as shards_module
 from halfstep.data.chunk_cache import ChunkCache
-from halfstep.data.dataset import BadSample, Samples, split
-from halfstep.data.shard_check import find_shard_change
+from halfstep.data.dataset import BadSample, Samples, split_source
+from halfstep.data.shard_check import describe_shard_change
 from halfstep.data.shards import OTHER_BYTES, Shards
 from halfstep.data.store_shards import StoreShards
 from halfstep.errors import BadData, BadRecipe, StorageFailed, StoreFailed
@@ -129,12 +129,12 @@ def test_samples_names_and_splits_are_those_of_local_files(in_store: InStore, lo
         assert torch.equal(one["image"], other["image"])
         assert torch.equal(one["label"], other["label"])
         assert here.key(number) == there.key(number)
-    assert find_shard_change(there, 1) == ""
+    assert describe_shard_change(there, 1) == ""
     assert there.name(3) == f"{address}/s-00.tar/000003"
-    for one, other in zip(split(here, 0.1), split(there, 0.1), strict=True):
+    for one, other in zip(split_source(here, 0.1), split_source(there, 0.1), strict=True):
         assert [one.numbers[n] for n in range(len(one))] == [other.numbers[n] for n in range(len(other))]
         assert one.seal._replace(shards=None) == other.seal._replace(shards=None)  # type: ignore[union-attr,arg-type]
-    train = split(there, 0.1)[0]
+    train = split_source(there, 0.1)[0]
     assert [train.numbers.index(train.numbers[n]) for n in range(len(train))] == list(range(len(train)))
 
 
@@ -280,7 +280,7 @@ def test_an_index_that_is_in_use_is_no_old_one(in_store: InStore, local: Path, t
     for work in (lambda: source.announce([(0, 16)], int), lambda: StoreShards(address)):
         os.utime(kept, (0, 0))
         work()
-        shard_index.sweep(tmp_path / "cache" / "halfstep" / "shards" / "other.index")
+        shard_index.remove_stale_files(tmp_path / "cache" / "halfstep" / "shards" / "other.index")
         assert kept.exists()
 
 

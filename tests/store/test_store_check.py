@@ -71,4 +71,4 @@ def test_a_store_that_is_not_there(in_store: InStore, monkeypatch: pytest.Monkey
 def test_options_of_other_reports_are_refused() -> None:
     code, _, err = doctor("s3://bkt/a", "--gpus")
     assert code == 78
-    assert "--gpus together with the address of a store" in err
+    assert "--gpus cannot be combined with the address of a store" in err

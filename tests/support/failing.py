@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Ema, Stepper, Window
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.digest import digest_of_run, feed  # noqa: F401
 
 PLACES = ["before the model", "after the model", "in forward", "in backward", "Ctrl-C"]
@@ -83,7 +83,7 @@ def stepper_for(kind: str, buffers: bool, **options: Any) -> Stepper:
     ema = None if kind == "FSDP2" else Ema(model)
     if kind == "DDP":
         options.setdefault("ddp", {"bucket_cap_mb": 1e-3})
-    return Stepper(model, optimizer, precision=precision_named("fp32"), ema=ema, clip_norm=1.0, **options)
+    return Stepper(model, optimizer, precision=resolve_precision_name("fp32"), ema=ema, clip_norm=1.0, **options)
 
 
 def batches(rank: int, step: int, microbatches: int = 1) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch.amp import custom_bwd, custom_fwd
 from halfstep import Stepper
 from halfstep.finding import Finding
 from halfstep.observe.lint.functions import ID
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 
 
 class Bare(torch.autograd.Function):
@@ -71,7 +71,9 @@ def mse(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def stepper(model: nn.Module, precision: str = "bf16", **options: Any) -> Stepper:
-    return Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named(precision), **options)
+    return Stepper(
+        model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name(precision), **options
+    )
 
 
 def found(model: nn.Module, precision: str = "bf16", batch: Any = None) -> list[Finding]:

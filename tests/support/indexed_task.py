@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from faults import child
 from faults.bad_images import encoded, picture
-from halfstep.data.dataset import split
+from halfstep.data.dataset import split_source
 from halfstep.data.parquet_shards import open_shards
 from halfstep.errors import HalfstepError
 from halfstep.recipe.schema import LossOptions, Recipe
@@ -70,7 +70,7 @@ class Indexed(Task):
     def source(self, part: Any) -> Any:
         if self._sources is None:
             data = self.recipe.data
-            self._sources = split(open_shards(data.path, verify=data.verify, store=self.recipe.store), 0.2)
+            self._sources = split_source(open_shards(data.path, verify=data.verify, store=self.recipe.store), 0.2)
         return self._sources[part == "val"]
 
     def transform(self, part: Any, sample: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,8 +23,8 @@ from halfstep import distributed
 from halfstep.errors import HalfstepError
 from halfstep.files import read_json
 from halfstep.runs import fit
-from halfstep.train.status import status_file
-from halfstep.train.watchdog import end_hung
+from halfstep.train.status import name_status_file
+from halfstep.train.watchdog import end_hung_process
 from tests.support.preloaded import PRELOADED
 from tests.support.tiny_task import Tiny
 
@@ -77,7 +77,7 @@ class Agent:
         return [json.loads(one) + json.loads(other) for one, other in zip(*ranks, strict=False)]
 
     def statuses(self) -> list[dict[str, Any]]:
-        return [read_json(self.run / status_file(rank)) or {} for rank in (0, 1)]
+        return [read_json(self.run / name_status_file(rank)) or {} for rank in (0, 1)]
 
     def end(self) -> None:
         for rank in self.ranks:
@@ -95,9 +95,9 @@ def _rank(environment: dict[str, str], folder: str, what: str, settings: tuple[s
     Troubled.what = what
     Troubled.seen = Path(folder) / f"seen-{environment['TORCHELASTIC_RESTART_COUNT']}-{environment['RANK']}.jsonl"
     given = [f"run.dir={folder}/run", *settings]
-    resolved = fit.resolved_recipe(fit.read_recipe(str(recipe)), given, schema=Troubled.schema)
+    resolved = fit.resolve_run_recipe(fit.read_recipe(str(recipe)), given, schema=Troubled.schema)
     try:
-        fit.launch(resolved, task=Troubled, new=False, quiet=False, command="halfstep.fit", on_hang=end_hung)
+        fit.launch(resolved, task=Troubled, new=False, quiet=False, command="halfstep.fit", on_hang=end_hung_process)
     except HalfstepError as error:
         sys.exit(error.exit_code)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from halfstep.measure.candidate import peak_bytes
+from halfstep.measure.candidate import measure_peak_bytes
 
 
 def peak_of_update(model: nn.Module, loss_fn: Callable[..., Any], batch: Any, optimizer: Any, precision: str) -> int:
@@ -25,4 +25,4 @@ def peak_of_update(model: nn.Module, loss_fn: Callable[..., Any], batch: Any, op
     update()
     tree = [list(model.parameters()), list(model.buffers()), batch, list(optimizer.state.values())]
     held = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return peak_bytes(update, torch.device("cpu"), held)
+    return measure_peak_bytes(update, torch.device("cpu"), held)

@@ -176,7 +176,7 @@ def draw_program(seed: int) -> Program:
     attempts = _draw_attempts(rng)
     form = rng.choice(("step", "step", "window", "context"))
     micros = 1 if form == "step" else rng.choice((1, 2)) if form == "context" else 2
-    precision = rng.choices(('"fp32"', '"fp16"', 'precision_named("bf16")'), (92, 4, 4))[0]
+    precision = rng.choices(('"fp32"', '"fp16"', 'resolve_precision_name("bf16")'), (92, 4, 4))[0]
     if precision == '"fp16"':  # an overflow would lower the loss scale, and other scales round differently
         attempts = tuple("nan" if bad == "gradient" else bad for bad in attempts)
     return Program(
@@ -299,7 +299,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.write_programs import pull
 
 # For each step: how it fails, or "", and whether each write happens in it.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from halfstep.data.dataset import BadSample, Sample
 from halfstep.errors import HalfstepError
-from halfstep.tasks.latent_cache.cache import PER_CHUNK, CachedLatents, cached
-from halfstep.tasks.latent_cache.encoding import Encoding, measured_scale
+from halfstep.tasks.latent_cache.cache import PER_CHUNK, CachedLatents, load_or_encode_latents
+from halfstep.tasks.latent_cache.encoding import MomentEncoder, measure_latent_scale
 
 PARTS = {"autoencoder": "a" * 64, "format": "bf16", "size": "4", "channels": "1"}
 
@@ -56,8 +56,8 @@ def ready(sample: Sample) -> Tensor:
     return sample["image"]
 
 
-def encoding(how: Callable[[Tensor], Tensor] = encode, **more: Any) -> Encoding:
-    return Encoding(how, ready, torch.empty(0).device, **{"batch_size": 64, **more})
+def encoding(how: Callable[[Tensor], Tensor] = encode, **more: Any) -> MomentEncoder:
+    return MomentEncoder(how, ready, torch.empty(0).device, **{"batch_size": 64, **more})
 
 
 def expected(number: int) -> Tensor:
@@ -84,7 +84,7 @@ def stop_asked(images: Tensor) -> Tensor:
 def scale_on(rank: int, numbers: list[int]) -> float | str:
     shares = [list(range(numbers[0])), list(range(numbers[0], sum(numbers)))]
     try:
-        return measured_scale([drawn(number) for number in shares[rank]])
+        return measure_latent_scale([drawn(number) for number in shares[rank]])
     except HalfstepError as error:
         return str(error)
 
@@ -103,7 +103,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(source: Any = None, how: Any = encode, **parts: str) -> CachedLatents:
-    return cached(encoding(how), source or Pictures(MANY), parts={**PARTS, **parts})
+    return load_or_encode_latents(encoding(how), source or Pictures(MANY), parts={**PARTS, **parts})
 
 
 def moments_of(latents: CachedLatents, number: int) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from halfstep.data.dataset import Sample
-from halfstep.runs.registry import task_class
+from halfstep.runs.registry import find_task_class
 from halfstep.step.loss import Counted
 from halfstep.train.task import Split, Task
 
@@ -20,7 +20,7 @@ def made(name: str, **sections: dict[str, Any]) -> Task:
     """The task's tiny recipe, with some fields changed."""
     for package in PACKAGES.get(name, ()):
         pytest.importorskip(package)
-    kind = task_class(name)
+    kind = find_task_class(name)
     raw = {"task": name, **{key: {**values, **sections.get(key, {})} for key, values in kind.tiny.items()}}
     return kind(kind.schema.model_validate(raw))
 

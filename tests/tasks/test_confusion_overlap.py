@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from halfstep.tasks.shared.confusion import Overlap, overlap_loss
+from halfstep.tasks.shared.confusion import Overlap, compute_overlap_loss
 
 IGNORED = 255
 
@@ -47,7 +47,7 @@ def test_loss_is_what_the_definition_says(outputs: int, dice: float, share_ignor
     logits = 3 * torch.randn(2, outputs, 5, 7)
     target = torch.randint(0, max(outputs, 2) - (outputs > 1), (2, 5, 7))  # the last of four classes is absent
     target[torch.rand(target.shape) < share_ignored] = IGNORED
-    loss = overlap_loss(logits, target.to(torch.uint8), IGNORED, dice)
+    loss = compute_overlap_loss(logits, target.to(torch.uint8), IGNORED, dice)
     assert loss.item() == pytest.approx(by_hand(logits, target, dice), rel=1e-5)
 
 
@@ -58,8 +58,8 @@ def test_what_is_ignored_changes_nothing(outputs: int) -> None:
     other = logits.clone()
     other[0, :, 0, 0] = 1e6
     other.requires_grad_()
-    loss = overlap_loss(other, target, IGNORED, 0.5)
-    assert loss.item() == overlap_loss(logits, target, IGNORED, 0.5).item()
+    loss = compute_overlap_loss(other, target, IGNORED, 0.5)
+    assert loss.item() == compute_overlap_loss(logits, target, IGNORED, 0.5).item()
     loss.backward()
     assert (other.grad[0, :, 0, 0] == 0).all()
 
@@ -67,7 +67,7 @@ def test_what_is_ignored_changes_nothing(outputs: int) -> None:
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_nothing_to_learn_from_is_a_loss_of_zero_with_a_gradient(outputs: int) -> None:
     logits = torch.randn(2, outputs, 4, 4, requires_grad=True)
-    loss = overlap_loss(logits, torch.full((2, 4, 4), IGNORED, dtype=torch.uint8), IGNORED, 0.5)
+    loss = compute_overlap_loss(logits, torch.full((2, 4, 4), IGNORED, dtype=torch.uint8), IGNORED, 0.5)
     assert loss.item() == 0.0
     loss.backward()
     assert torch.equal(logits.grad, torch.zeros_like(logits))
@@ -81,7 +81,7 @@ def test_huge_logits_in_16_bits(dtype: torch.dtype, outputs: int, sign: float) -
     logits[:, -1] = sign * 1e4
     logits = logits.to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = overlap_loss(logits, torch.ones(4, 96, 96, dtype=torch.uint8), IGNORED, 0.5)
+        loss = compute_overlap_loss(logits, torch.ones(4, 96, 96, dtype=torch.uint8), IGNORED, 0.5)
     assert loss.dtype is torch.float32
     assert torch.isfinite(loss)
     loss.backward()
@@ -91,7 +91,7 @@ def test_huge_logits_in_16_bits(dtype: torch.dtype, outputs: int, sign: float) -
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_an_absent_foreground_is_finite_and_still_learnt_from(outputs: int) -> None:
     logits = torch.randn(1, outputs, 8, 8, requires_grad=True)
-    loss = overlap_loss(logits, torch.zeros(1, 8, 8, dtype=torch.uint8), IGNORED, 0.5)
+    loss = compute_overlap_loss(logits, torch.zeros(1, 8, 8, dtype=torch.uint8), IGNORED, 0.5)
     loss.backward()
     assert torch.isfinite(loss)
     assert logits.grad.abs().sum() > 0

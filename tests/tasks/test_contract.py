@@ -15,16 +15,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import Stepper
-from halfstep.measure.batches import placed as placed_batch
+from halfstep.measure.batches import move_batch as placed_batch
 from halfstep.measure.case import Case
-from halfstep.measure.memory.fake_tensors import as_fake, placed
-from halfstep.precision.precision import precision_named
-from halfstep.runs.registry import task_names
+from halfstep.measure.memory.fake_tensors import convert_case_to_fake, move_fake_model
+from halfstep.precision.precision import resolve_precision_name
+from halfstep.runs.registry import list_task_names
 from halfstep.train.task import Task
 from tests.support.digest import digest_of_run
 from tests.tasks.made import batch_of, made, mean_loss
 
-TASKS = task_names()
+TASKS = list_task_names()
 
 
 def test_the_folder_is_not_empty() -> None:
@@ -40,7 +40,7 @@ def task(request: pytest.FixtureRequest) -> Task:
 def stepper_of(task: Task, precision: str = "fp32") -> Stepper:
     model = task.model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    return Stepper(model, optimizer, precision=precision_named(precision))
+    return Stepper(model, optimizer, precision=resolve_precision_name(precision))
 
 
 def test_loss_is_finite_and_reaches_every_parameter(task: Task) -> None:
@@ -67,7 +67,7 @@ def test_losses_in_16_bits_are_wide_and_close(task: Task, precision: str) -> Non
     torch.manual_seed(0)
     reference = mean_loss(task.loss(model, batch))
     torch.manual_seed(0)
-    with precision_named(precision).autocast(torch.device("cpu")):
+    with resolve_precision_name(precision).autocast(torch.device("cpu")):
         narrow = mean_loss(task.loss(model, batch))
     assert narrow.dtype is torch.float32
     assert narrow.item() == pytest.approx(reference.item(), rel=0.05)
@@ -115,10 +115,10 @@ class Leaving(TorchDispatchMode):
 def copies_from_a_gpu(task: Task) -> list[str]:
     """Of the loss and the metrics of a training step, on a GPU that is only described."""
     gpu, model, batch, mode = torch.device("cuda"), task.model(), batch_of(task, "train"), FakeTensorMode()
-    case = as_fake(Case("tiny", model, task.loss, batch), mode)
+    case = convert_case_to_fake(Case("tiny", model, task.loss, batch), mode)
     metrics = task.metrics()
     with mode:
-        there = placed(case.model, gpu, False)
+        there = move_fake_model(case.model, gpu, False)
         for _, metric in metrics.items():
             for name, state in metric.metric_state.items():
                 setattr(metric, name, torch.empty_like(mode.from_tensor(state), device=gpu))

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from halfstep import Stepper
 from halfstep.errors import BadRecipe, WrongUse
 from halfstep.precision.island import is_island
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.tasks.diffusion import Diffusion
 from halfstep.tasks.models.latent.model import Condition, LatentDiffusion
-from halfstep.tasks.models.latent.noise import divergence, reconstruction
+from halfstep.tasks.models.latent.noise import compute_kl_divergence, compute_reconstruction_loss
 from tests.support.combinations import one_per_value
 from tests.tasks.made import batch_of, made
 
@@ -98,7 +98,7 @@ def test_every_stage_and_condition_takes_steps(stage: tuple[dict[str, Any], dict
     model, data = stage
     task = diffusion(data, {"min_snr": 5.0}, **model)
     net = model_of(task)
-    stepper = Stepper(net, torch.optim.AdamW(net.parameters(), 1e-3), precision=precision_named(precision))
+    stepper = Stepper(net, torch.optim.AdamW(net.parameters(), 1e-3), precision=resolve_precision_name(precision))
     batch = batch_of(task, "train", 2)
     reports = [stepper.step(task.loss, batch) for _ in range(2)]
     assert all(torch.isfinite(torch.as_tensor(report.loss)) for report in reports)
@@ -137,12 +137,12 @@ def test_the_loss_of_an_autoencoder_is_what_it_is_by_hand() -> None:
     moments = model.moments(batch["image"])
     mean, spread = moments.double().chunk(2, dim=1)
     kl = 0.5 * (mean**2 + spread.exp() - 1 - spread).sum((1, 2, 3)).mean() / (3 * 16 * 16)
-    assert divergence(moments, batch["image"]).item() == pytest.approx(kl.item(), rel=1e-4)
+    assert compute_kl_divergence(moments, batch["image"]).item() == pytest.approx(kl.item(), rel=1e-4)
     noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(20_011))
     said = model.autoencoder.decode(mean.float() + (0.5 * spread.float()).exp() * noise).sample
     expected = (said - batch["image"]).double().square().mean() + 0.5 * kl
     assert task.loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-4)
-    assert reconstruction(said, said).item() == 0.0
+    assert compute_reconstruction_loss(said, said).item() == 0.0
 
 
 def test_the_denoiser_teaches_the_autoencoder_nothing() -> None:
@@ -221,7 +221,7 @@ def test_islands_are_where_the_recipe_wants_them(tmp_path: Path, when: str, stag
         exact = model.moments(images)
         latents = model.latents(exact, torch.zeros_like)
         decoded = model.pixels(latents)
-        with precision_named("bf16").autocast(CPU):
+        with resolve_precision_name("bf16").autocast(CPU):
             rounded, drawn = model.moments(images), model.pixels(latents)
     assert {tensor.dtype for tensor in (rounded, drawn)} == {torch.float32}
     assert torch.equal(rounded, exact) is raised
@@ -235,7 +235,7 @@ def test_timesteps_are_told_apart_in_16_bits(tmp_path: Path, condition: str) -> 
     at = torch.arange(1000)
     with torch.no_grad():
         exact = net.time_embedding(net.time_proj(at))
-        with precision_named("bf16").autocast(CPU):
+        with resolve_precision_name("bf16").autocast(CPU):
             rounded = net.time_embedding(net.time_proj(at))
     assert torch.equal(rounded, exact)
     assert len(rounded.unique(dim=0)) == 1000

@@ -16,7 +16,7 @@ from faults.bad_images import encoded, picture
 from halfstep.data.dataset import Source
 from halfstep.errors import BadData, BadRecipe
 from halfstep.tasks.options.diffusion import DiffusionData
-from halfstep.tasks.shared.sources import pictured
+from halfstep.tasks.shared.sources import build_diffusion_sources
 from halfstep.train.task import Split
 
 DRAWN: dict[str, Any] = {"samples": 20, "size": 16, "channels": 1}
@@ -42,7 +42,7 @@ def tar(path: Path, mask: bool = False, label: bool = True) -> Path:
 
 
 def sources(condition: str, **data: Any) -> dict[Split, Source]:
-    return pictured(DiffusionData(**data), condition)[0]
+    return build_diffusion_sources(DiffusionData(**data), condition)[0]
 
 
 def keys(source: Any) -> list[str]:
@@ -52,7 +52,7 @@ def keys(source: Any) -> list[str]:
 @pytest.mark.parametrize("val", ["val", 0.5])
 def test_a_folder_of_classes(tmp_path: Path, val: str | float) -> None:
     put(tmp_path, "train/cat/a.png", "train/cat/b.png", "train/dog/c.png", "train/dog/d.png", "val/dog/e.png")
-    found, names = pictured(DiffusionData(name="folder", path=str(tmp_path), val=val), "class")
+    found, names = build_diffusion_sources(DiffusionData(name="folder", path=str(tmp_path), val=val), "class")
     assert names == ["cat", "dog"]
     assert sum(map(len, found.values())) == (5 if val == "val" else 4)
     for source in found.values():
@@ -68,7 +68,7 @@ def test_images_without_classes(tmp_path: Path, condition: str, names: tuple[str
     put(tmp_path / "set" / "val", *names)
     file = tmp_path / "e.safetensors"
     save_file({f"{s}/{name}": torch.tensor([float(s == "val")]) for s in ("train", "val") for name in names}, file)
-    found, classes = pictured(
+    found, classes = build_diffusion_sources(
         DiffusionData(name="folder", path=str(tmp_path / "set"), val=val, embeddings=str(file)), condition
     )
     assert classes == []
@@ -92,7 +92,7 @@ def test_a_class_that_is_called_train_is_no_split(tmp_path: Path) -> None:
 def test_shards_give_what_is_asked_for_and_no_more(tmp_path: Path, condition: str, parts: set[str]) -> None:
     """A mask that cannot be read is nobody's trouble here."""
     tar(tmp_path / "s.tar", mask=True)
-    found, names = pictured(DiffusionData(name="shards", path=str(tmp_path), val=0.3), condition)
+    found, names = build_diffusion_sources(DiffusionData(name="shards", path=str(tmp_path), val=0.3), condition)
     assert names == (["0", "1", "2"] if condition == "class" else [])
     assert all(set(source.read(n)) == parts for source in found.values() for n in range(len(source)))
 
@@ -135,10 +135,10 @@ def test_the_images_of_pairs_can_be_had_alone(tmp_path: Path) -> None:
 
 
 def test_drawn_shapes_and_maps() -> None:
-    shapes, names = pictured(DiffusionData(name="shapes", classes=3, **DRAWN), "class")
+    shapes, names = build_diffusion_sources(DiffusionData(name="shapes", classes=3, **DRAWN), "class")
     assert len(names) == 3
     assert set(shapes["val"].read(0)) == {"image", "label"}
-    maps, none = pictured(DiffusionData(name="maps", condition_channels=2, **DRAWN), "image")
+    maps, none = build_diffusion_sources(DiffusionData(name="maps", condition_channels=2, **DRAWN), "image")
     assert none == []
     sample = maps["train"].read(0)
     assert sample["image"].shape == (1, 16, 16)

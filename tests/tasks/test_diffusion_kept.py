@@ -18,8 +18,8 @@ import halfstep
 from halfstep.errors import BadRecipe, StateMismatch, Stopped
 from halfstep.journal.jsonl import read_events
 from halfstep.precision.island import island
-from halfstep.precision.precision import precision_named
-from halfstep.tasks.diffusion import Diffusion, computed_in
+from halfstep.precision.precision import resolve_precision_name
+from halfstep.tasks.diffusion import Diffusion, name_computed_format
 from tests.tasks.made import batch_of
 from tests.tasks.test_diffusion import diffusion, model_of
 
@@ -57,7 +57,7 @@ def on(place: str, data: dict[str, Any] | None = None, **model: Any) -> Diffusio
 def test_a_published_scale_is_kept(tmp_path: Path) -> None:
     task = on(folder(tmp_path, 0.75))
     model = model_of(task)
-    lines = task.ready(model, precision_named("fp32"))
+    lines = task.ready(model, resolve_precision_name("fp32"))
     assert model.latent_scale == 0.75
     assert not any("multiplied" in line for line in lines)
 
@@ -67,11 +67,11 @@ def test_a_published_scale_that_does_not_fit_is_told(tmp_path: Path, off: float,
     """As save_pretrained writes it: for an autoencoder of one's own too, that of another one."""
     measured = on(folder(tmp_path))
     fitting = model_of(measured)
-    measured.ready(fitting, precision_named("fp32"))
+    measured.ready(fitting, resolve_precision_name("fp32"))
     scale = off * fitting.latent_scale.item()
     task = on(folder(tmp_path, scale))
     model = model_of(task)
-    lines = [line for line in task.ready(model, precision_named("fp32")) if "scaling_factor" in line]
+    lines = [line for line in task.ready(model, resolve_precision_name("fp32")) if "scaling_factor" in line]
     assert model.latent_scale.item() == pytest.approx(scale), "it is told, and not changed"
     assert bool(lines) is told
     assert not told or (f"{scale:.4g}" in lines[0] and f"deviation of {off:.2g}" in lines[0])
@@ -84,14 +84,14 @@ def test_latents_that_need_no_scale_and_are_not_finite_are_left_to_the_guard(tmp
     assert model.autoencoder is not None
     with torch.no_grad():
         model.autoencoder.encoder.conv_out.weight *= times
-    assert not any("scaling_factor" in line for line in task.ready(model, precision_named("fp32")))
+    assert not any("scaling_factor" in line for line in task.ready(model, resolve_precision_name("fp32")))
 
 
 @pytest.mark.parametrize("data", [{}, {"cache_latents": False}, {"augment": "flip"}])
 def test_a_scale_is_measured_so_that_latents_have_a_spread_of_one(tmp_path: Path, data: dict[str, Any]) -> None:
     task = on(folder(tmp_path), data)
     model = model_of(task)
-    lines = task.ready(model, precision_named("bf16"))
+    lines = task.ready(model, resolve_precision_name("bf16"))
     images = torch.stack([task.transform("val", task.source("val").source.read(n))["image"] for n in range(4)])
     images = torch.cat([images, *(task._image(task.source("train").source.read(n))[None] for n in range(16))])
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_cached_latents_are_those_of_the_images(tmp_path: Path) -> None:
     model = model_of(task).eval()
     with torch.no_grad():
         before = task.loss(model, batch_of(task, "val"))
-        task.ready(model, precision_named("fp32"))
+        task.ready(model, resolve_precision_name("fp32"))
         model.latent_scale.zero_()  # as it was before
         batch = batch_of(task, "val")
         assert "image" not in batch
@@ -146,12 +146,12 @@ def test_a_published_scale_is_kept_by_a_run_that_is_opened_again(tmp_path: Path)
 
 def test_latents_are_kept_under_the_format_that_they_were_computed_in(tmp_path: Path) -> None:
     model = model_of(on(folder(tmp_path), autoencoder_island="never"))
-    assert computed_in(model, precision_named("fp16")) == "fp16"
+    assert name_computed_format(model, resolve_precision_name("fp16")) == "fp16"
     island(model, "autoencoder.encoder.mid_block")  # as a guard does
-    assert computed_in(model, precision_named("fp16")) == "fp16 but for encoder.mid_block"
+    assert name_computed_format(model, resolve_precision_name("fp16")) == "fp16 but for encoder.mid_block"
     island(model, "autoencoder")
-    assert computed_in(model, precision_named("fp16")) == "fp32"
-    assert computed_in(model, precision_named("tf32")) == "tf32", "islands compute in it, too"
+    assert name_computed_format(model, resolve_precision_name("fp16")) == "fp32"
+    assert name_computed_format(model, resolve_precision_name("tf32")) == "tf32", "islands compute in it, too"
 
 
 @pytest.mark.wording

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from halfstep.data.dataset import BadSample
 from halfstep.errors import BadData
-from halfstep.precision.precision import precision_named
-from halfstep.tasks.models.latent.model import Asked, Condition, LatentDiffusion
+from halfstep.precision.precision import resolve_precision_name
+from halfstep.tasks.models.latent.model import Condition, ConditionSpec, LatentDiffusion
 from halfstep.tasks.models.latent.noise import Draws, NoiseSchedule
-from halfstep.tasks.models.latent.sampling import AT_ONCE, first_conditions, sampled
+from halfstep.tasks.models.latent.sampling import AT_ONCE, generate_images, read_first_conditions
 from tests.tasks.test_diffusion import CPU, MAPS, PIXELS, diffusion, embedded, model_of
 
 SHAPE = (2, 3, 16, 16)
@@ -43,10 +43,10 @@ class Oracle(nn.Module):
         return Answer(noise if self.prediction == "epsilon" else signal.sqrt() * noise - (1 - signal).sqrt() * image)
 
 
-def oracle(options: Any, asked: Asked | None = None, image: Tensor | None = None) -> LatentDiffusion:
+def oracle(options: Any, asked: ConditionSpec | None = None, image: Tensor | None = None) -> LatentDiffusion:
     noise = NoiseSchedule(options)
     knows = Oracle(torch.zeros(SHAPE) if image is None else image, noise)
-    return LatentDiffusion(None, knows, noise, asked or Asked()).eval()
+    return LatentDiffusion(None, knows, noise, asked or ConditionSpec()).eval()
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
@@ -55,7 +55,7 @@ def oracle(options: Any, asked: Asked | None = None, image: Tensor | None = None
 def test_a_perfect_denoiser_leads_to_the_image(sampler: str, prediction: str, steps: int) -> None:
     options = diffusion(**PIXELS, sampler=sampler, prediction=prediction, sample_steps=steps).recipe.model
     image = torch.rand(SHAPE) * 1.8 - 0.9
-    got = sampled(oracle(options, image=image), options, SHAPE, None, Draws())
+    got = generate_images(oracle(options, image=image), options, SHAPE, None, Draws())
     torch.testing.assert_close(got, image, atol=2e-2, rtol=0)
 
 
@@ -63,7 +63,7 @@ def test_a_perfect_denoiser_leads_to_the_image(sampler: str, prediction: str, st
 def test_sampling_begins_where_all_is_noise(sampler: str) -> None:
     options = diffusion(**PIXELS, sampler=sampler, sample_steps=4).recipe.model
     model: Any = oracle(options)
-    sampled(model, options, SHAPE, None, Draws())
+    generate_images(model, options, SHAPE, None, Draws())
     assert model.denoiser.asked_at == [99, 74, 49, 24]
 
 
@@ -71,7 +71,7 @@ def test_sampling_begins_where_all_is_noise(sampler: str) -> None:
 def test_no_more_steps_are_taken_than_were_asked_for(sampler: str, timesteps: int, steps: int) -> None:
     options = diffusion(**PIXELS, sampler=sampler, timesteps=timesteps, sample_steps=steps).recipe.model
     model: Any = oracle(options)
-    sampled(model, options, SHAPE, None, Draws())
+    generate_images(model, options, SHAPE, None, Draws())
     assert len(model.denoiser.asked_at) == steps
     assert min(model.denoiser.asked_at) >= 0
 
@@ -102,8 +102,8 @@ def test_a_small_error_about_the_noise_does_not_blow_up_latents(sampler: str, no
     options = diffusion(sampler=sampler, noise=noise, timesteps=1000, sample_steps=50).recipe.model
     schedule, image = NoiseSchedule(options), torch.randn(SHAPE)
     knows = Off(image, schedule)
-    model = LatentDiffusion(AsTheyAre(), knows, schedule, Asked()).eval()  # type: ignore[arg-type]
-    got = sampled(model, options, SHAPE, None, Draws())
+    model = LatentDiffusion(AsTheyAre(), knows, schedule, ConditionSpec()).eval()  # type: ignore[arg-type]
+    got = generate_images(model, options, SHAPE, None, Draws())
     assert max(knows.spread) < 1.5, "latents and noise have a spread of one each"
     torch.testing.assert_close(got, image, atol=0.2, rtol=0)
 
@@ -111,8 +111,8 @@ def test_a_small_error_about_the_noise_does_not_blow_up_latents(sampler: str, no
 def bright(guidance: float, condition: Condition) -> list[float]:
     """How bright samples of the classes become; the oracle's images are 0.1 times the class, and 0.4 for no class."""
     options = diffusion(**PIXELS, guidance=guidance, sample_steps=10).recipe.model
-    model = oracle(options, Asked("class", classes=4))
-    return sampled(model, options, SHAPE, condition, Draws()).mean((1, 2, 3)).tolist()
+    model = oracle(options, ConditionSpec("class", classes=4))
+    return generate_images(model, options, SHAPE, condition, Draws()).mean((1, 2, 3)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_steps_are_told_over_all_batches() -> None:
     heard: list[tuple[int, int]] = []
     shape = (AT_ONCE + 1, 3, 2, 2)
     model = oracle(options, image=torch.zeros(1, 3, 2, 2))
-    images = sampled(model, options, shape, None, Draws(), lambda *news: heard.append(news))
+    images = generate_images(model, options, shape, None, Draws(), lambda *news: heard.append(news))
     assert images.shape == shape
     assert heard == [(done, 8) for done in range(1, 9)]
 
@@ -147,7 +147,7 @@ def test_samples_are_decided_by_torchs_generator() -> None:
 
 def test_classes_come_in_turn() -> None:
     task = diffusion(**PIXELS, guidance=1.0, sample_steps=10)
-    model = oracle(task.recipe.model, Asked("class", classes=4))
+    model = oracle(task.recipe.model, ConditionSpec("class", classes=4))
     shades = [picture.mean() for picture in task.sample(model, 9, lambda done, of: None)]
     expected = [127.5 * (1 + 0.1 * (n % 4)) for n in range(9)]
     assert shades == pytest.approx(expected, abs=3.0)
@@ -159,7 +159,7 @@ def test_samples_in_16_bits_are_close_to_those_in_fp32(precision: str) -> None:
     model = model_of(task).eval()
     pictures = []
     for name in ("fp32", precision):
-        with precision_named(name).inference(CPU):
+        with resolve_precision_name(name).inference(CPU):
             pictures.append(task._samples(model, 2, None, Draws.same_each_time()))
     assert pictures[1].dtype is torch.float32
     assert (pictures[0] - pictures[1]).abs().mean() < 0.05
@@ -227,10 +227,10 @@ class Damaged:
 
 @pytest.mark.wording
 def test_samples_that_cannot_be_read_are_passed_over() -> None:
-    found = first_conditions(Damaged([1, 3]), lambda sample: sample, "condition", 5, CPU)
+    found = read_first_conditions(Damaged([1, 3]), lambda sample: sample, "condition", 5, CPU)
     assert found.given.flatten().tolist() == [1, 3, 1, 3, 1]
     with pytest.raises(BadData, match="no validation sample"):
-        first_conditions(Damaged([]), lambda sample: sample, "condition", 5, CPU)
+        read_first_conditions(Damaged([]), lambda sample: sample, "condition", 5, CPU)
 
 
 def test_an_autoencoder_makes_nothing_by_itself() -> None:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from halfstep.data.folders import ImageMaskPairs
-from halfstep.tasks.shared.images import Shrunk, shrunk
+from halfstep.tasks.shared.images import ShrunkSource, shrink_image_and_mask
 from halfstep.train.signature import Preprocessing
 from tests.tasks.made import made
 
@@ -32,20 +32,20 @@ def set_of(root: Path, count: int = 3) -> Path:
 def test_image_and_mask_shrink_together() -> None:
     image, mask = torch.zeros(3, 60, 90, dtype=torch.uint8), torch.zeros(60, 90, dtype=torch.uint8)
     image[:, 20:40, 30:60], mask[20:40, 30:60] = 255, 1
-    small, classes = shrunk(image, mask, at_most(30))
+    small, classes = shrink_image_and_mask(image, mask, at_most(30))
     assert small.shape == (3, 20, 30)
     assert classes.shape == (20, 30)
     assert set(classes.unique().tolist()) == {0, 1}
     assert torch.equal(small[0] > 127, classes == 1)
-    assert shrunk(image, mask, at_most(None))[0] is image
-    assert shrunk(image, mask, at_most(90))[0] is image
-    deep = shrunk(torch.full((1, 60, 90), 65535, dtype=torch.uint16), mask, at_most(30))[0]
+    assert shrink_image_and_mask(image, mask, at_most(None))[0] is image
+    assert shrink_image_and_mask(image, mask, at_most(90))[0] is image
+    deep = shrink_image_and_mask(torch.full((1, 60, 90), 65535, dtype=torch.uint16), mask, at_most(30))[0]
     assert torch.allclose(deep, torch.ones(1, 20, 30))
 
 
 def test_a_photograph_is_decoded_once(tmp_path: Path) -> None:
     set_of(tmp_path)
-    source = Shrunk(ImageMaskPairs(tmp_path / "images", tmp_path / "masks"), at_most(30))
+    source = ShrunkSource(ImageMaskPairs(tmp_path / "images", tmp_path / "masks"), at_most(30))
     first = source.read(1)
     for kind in ("images", "masks"):
         (tmp_path / kind / "1.png").unlink()

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.tasks.shared.images import AT_ONCE, each_in_its_size, tiled
+from halfstep.tasks.shared.images import AT_ONCE, run_in_tiles, run_without_padding
 
 
 def test_one_tile_is_the_forward_itself() -> None:
     model = nn.Conv2d(3, 2, 3, padding=1)
     images = torch.randn(2, 3, 32, 20)
-    assert torch.equal(tiled(model, images, 32, 8), model(images))
+    assert torch.equal(run_in_tiles(model, images, 32, 8), model(images))
 
 
 @pytest.mark.parametrize("size", [(33, 33), (70, 31), (1, 65), (128, 96)])
@@ -21,13 +21,13 @@ def test_one_tile_is_the_forward_itself() -> None:
 def test_a_model_that_looks_at_one_pixel_is_seen_whole(size: tuple[int, int], overlap: int) -> None:
     model = nn.Conv2d(3, 2, 1)
     images = torch.randn(2, 3, *size)
-    torch.testing.assert_close(tiled(model, images, 32, overlap), model(images))
+    torch.testing.assert_close(run_in_tiles(model, images, 32, overlap), model(images))
 
 
 def test_neighbourhoods_agree_away_from_the_edges_of_tiles() -> None:
     model = nn.Conv2d(1, 1, 3, padding=1)
     images = torch.randn(1, 1, 96, 96)
-    error = (tiled(model, images, 48, 24) - model(images)).abs()
+    error = (run_in_tiles(model, images, 48, 24) - model(images)).abs()
     # An edge of a tile, where padding is wrong, counts a thousandth beside the middle of its neighbor.
     assert error.max() < 0.02 * model(images).abs().max()
 
@@ -39,7 +39,7 @@ def test_no_seams() -> None:
     def model(x: Tensor) -> Tensor:
         return torch.stack([torch.full_like(one[:1], float(next(calls))) for one in x])
 
-    row = tiled(model, torch.zeros(1, 3, 64, 112), 64, 16)[0, 0, 32]
+    row = run_in_tiles(model, torch.zeros(1, 3, 64, 112), 64, 16)[0, 0, 32]
     assert row[0] == pytest.approx(0.0)
     assert row[-1] == pytest.approx(1.0)
     assert row.diff().min() >= -1e-6
@@ -55,7 +55,7 @@ def test_at_most_a_few_tiles_at_once() -> None:
         return x
 
     images = torch.randn(3, 1, 200, 150)
-    torch.testing.assert_close(tiled(model, images, 32, 8), images)
+    torch.testing.assert_close(run_in_tiles(model, images, 32, 8), images)
     assert max(seen) <= AT_ONCE
     assert sum(seen) == 3 * 8 * 6
 
@@ -68,12 +68,12 @@ def test_sizes_are_brought_to_the_models_stride_and_back(size: tuple[int, int]) 
         return x * 2
 
     images = torch.randn(1, 3, *size)
-    torch.testing.assert_close(tiled(model, images, 64, 16, stride=32), images * 2)
+    torch.testing.assert_close(run_in_tiles(model, images, 64, 16, stride=32), images * 2)
 
 
 def test_sums_of_tiles_are_wide() -> None:
     images = torch.randn(1, 1, 80, 80).to(torch.bfloat16).float()
-    out = tiled(lambda x: x.to(torch.bfloat16), images, 32, 16)
+    out = run_in_tiles(lambda x: x.to(torch.bfloat16), images, 32, 16)
     assert out.dtype is torch.float32
     torch.testing.assert_close(out, images)
 
@@ -83,7 +83,7 @@ def test_an_image_is_seen_without_the_padding_of_its_batch() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
     images = [torch.randn(1, 9, 7), torch.randn(1, 5, 12), torch.randn(1, 9, 7)]
     padded = torch.stack([F.pad(i, (0, 12 - i.shape[2], 0, 9 - i.shape[1])) for i in images])
-    out = each_in_its_size(model, padded, [(9, 7), (5, 12), (9, 7)])
+    out = run_without_padding(model, padded, [(9, 7), (5, 12), (9, 7)])
     for image, got in zip(images, out, strict=True):
         _, high, wide = image.shape
         torch.testing.assert_close(got[:, :high, :wide], model(image[None])[0])

@@ -19,9 +19,9 @@ from halfstep.data.dataset import Sample
 from halfstep.data.folders import ImageFolder
 from halfstep.data.synthetic.shapes import ShapeLabels
 from halfstep.errors import BadData, NotBegun, StorageFailed
-from halfstep.tasks.latent_cache.cache import ABOUT, PER_CHUNK, CachedLatents, cached
-from halfstep.tasks.latent_cache.encoding import Encoding
-from halfstep.train.signals import Stopping
+from halfstep.tasks.latent_cache.cache import ABOUT, PER_CHUNK, CachedLatents, load_or_encode_latents
+from halfstep.tasks.latent_cache.encoding import MomentEncoder
+from halfstep.train.signals import StopSignalHandler
 from tests.tasks.latents_made import (
     MANY,
     PARTS,
@@ -89,9 +89,9 @@ def as_numbers(sample: Sample) -> Tensor:
 
 
 def test_drawn_images_of_the_same_names_that_look_otherwise() -> None:
-    how = Encoding(encode, as_numbers, torch.empty(0).device)
+    how = MomentEncoder(encode, as_numbers, torch.empty(0).device)
     assert drawn(4).name(5) == drawn(6).name(5)
-    one, other = (cached(how, drawn(classes), parts=PARTS) for classes in (4, 6))
+    one, other = (load_or_encode_latents(how, drawn(classes), parts=PARTS) for classes in (4, 6))
     assert one.chunks.folder != other.chunks.folder
 
 
@@ -108,27 +108,27 @@ def on_disk(folder: Path) -> ImageFolder:
 def test_a_file_that_was_changed_does_not_find_the_old_latents(
     tmp_path: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    how = Encoding(encode, as_numbers, torch.empty(0).device)
+    how = MomentEncoder(encode, as_numbers, torch.empty(0).device)
     source = on_disk(tmp_path / "set")
     if not whole:  # a set that is too large to be read
         monkeypatch.setattr(fingerprints, "MOST_WHOLE_BYTES", 0)
         monkeypatch.setattr(fingerprints, "SAMPLED_FILES", 0)
-    first = cached(how, source, parts=PARTS)
-    assert cached(how, source, parts=PARTS).chunks.folder == first.chunks.folder
+    first = load_or_encode_latents(how, source, parts=PARTS)
+    assert load_or_encode_latents(how, source, parts=PARTS).chunks.folder == first.chunks.folder
     changed = Path(source.name(4))  # not among the images that are looked at
     size = changed.stat().st_size
     Image.fromarray(np.full((4, 4), 99, np.uint8)).save(changed)
     assert changed.stat().st_size == size
     os.utime(changed, (1, 1))
-    again = cached(how, source, parts=PARTS)
+    again = load_or_encode_latents(how, source, parts=PARTS)
     assert again.chunks.folder != first.chunks.folder
     assert torch.allclose(moments_of(again, 4)[0], torch.tensor(99 / 255), atol=1e-6)
 
 
 def test_a_set_that_was_moved_finds_its_latents(tmp_path: Path) -> None:
-    how = Encoding(encode, as_numbers, torch.empty(0).device)
-    first = cached(how, on_disk(tmp_path / "here"), parts=PARTS)
-    assert cached(how, on_disk(tmp_path / "there"), parts=PARTS).chunks.folder == first.chunks.folder
+    how = MomentEncoder(encode, as_numbers, torch.empty(0).device)
+    first = load_or_encode_latents(how, on_disk(tmp_path / "here"), parts=PARTS)
+    assert load_or_encode_latents(how, on_disk(tmp_path / "there"), parts=PARTS).chunks.folder == first.chunks.folder
 
 
 # -- interrupted, damaged, full ---------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_what_was_finished_before_an_interruption_is_used() -> None:
 
 @pytest.mark.wording
 def test_a_signal_ends_it_after_the_file_that_is_being_written() -> None:
-    with Stopping(), pytest.raises(NotBegun, match="stopped by SIGTERM while encoding latents") as caught:
+    with StopSignalHandler(), pytest.raises(NotBegun, match="stopped by SIGTERM while encoding latents") as caught:
         kept(how=stop_asked)
     assert caught.value.exit_code == 75
     how = Counting()
@@ -289,7 +289,9 @@ def test_latents_that_are_not_finite_are_never_written(computed_in: str, do: str
 def test_how_far_it_is_is_told_and_nothing_is_begun_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
     how = Counting()
-    cached(encoding(how), Pictures(MANY), parts=PARTS, on_progress=lambda done, of: told.append((done, of)))
+    load_or_encode_latents(
+        encoding(how), Pictures(MANY), parts=PARTS, on_progress=lambda done, of: told.append((done, of))
+    )
     assert told == sorted(told)
     assert len(told) > 1
     assert told[-1] == (600, 600)

@@ -19,12 +19,12 @@ from halfstep.tasks.models.latent.pretrained import (
     CONFIG,
     INDEX,
     WEIGHTS,
-    plain_config,
-    pretrained_autoencoder,
-    pretrained_denoiser,
+    extract_plain_config,
+    load_pretrained_autoencoder,
+    load_pretrained_denoiser,
 )
 from halfstep.train.outputs import BEST, FACTS, LAST
-from halfstep.train.weights import digest
+from halfstep.train.weights import compute_weights_digest
 
 SMALL = {
     "block_out_channels": [8, 16],
@@ -69,11 +69,11 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 @pytest.mark.parametrize("inside", ["", "vae"])
 def test_a_diffusers_folder_gives_its_weights_and_its_own_scale(tmp_path: Path, inside: str) -> None:
     module = kept_in(tmp_path / inside, scaling_factor=0.5)
-    found = pretrained_autoencoder(tmp_path)
+    found = load_pretrained_autoencoder(tmp_path)
     images = torch.randn(2, 3, 8, 8)
     assert same(found.module, module)
     assert torch.equal(found.module.encode(images).latent_dist.parameters, module.encode(images).latent_dist.parameters)
-    assert (found.scale, found.digest) == (0.5, digest(module))
+    assert (found.scale, found.digest) == (0.5, compute_weights_digest(module))
     again = AutoencoderKL(**json.loads(json.dumps(found.config)))
     again.load_state_dict(found.module.state_dict())
     assert torch.equal(again.eval().encode(images).latent_dist.parameters, module.encode(images).latent_dist.parameters)
@@ -82,7 +82,7 @@ def test_a_diffusers_folder_gives_its_weights_and_its_own_scale(tmp_path: Path, 
 def test_a_scale_that_nobody_wrote_is_not_assumed(tmp_path: Path) -> None:
     kept_in(tmp_path)
     edit(tmp_path, scaling_factor="gone")
-    assert pretrained_autoencoder(tmp_path).scale is None
+    assert load_pretrained_autoencoder(tmp_path).scale is None
 
 
 @pytest.mark.wording
@@ -91,7 +91,7 @@ def test_a_scale_that_is_none(tmp_path: Path, scale: Any) -> None:
     kept_in(tmp_path)
     edit(tmp_path, scaling_factor=scale)
     with pytest.raises(BadData, match="scaling_factor"):
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)
 
 
 @pytest.mark.wording
@@ -99,20 +99,22 @@ def test_a_scale_that_is_none(tmp_path: Path, scale: Any) -> None:
 def test_latents_that_are_moved_are_refused(tmp_path: Path, moved: dict[str, Any]) -> None:
     kept_in(tmp_path, **moved)
     with pytest.raises(BadData, match=next(iter(moved))) as caught:
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)
     assert caught.value.do
 
 
 def test_weights_in_16_bits_come_back_in_32(tmp_path: Path) -> None:
     autoencoder().to(torch.float16).save_pretrained(tmp_path)
-    assert {tensor.dtype for tensor in pretrained_autoencoder(tmp_path).module.state_dict().values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_pretrained_autoencoder(tmp_path).module.state_dict().values()} == {
+        torch.float32
+    }
 
 
 def test_weights_in_several_files(tmp_path: Path) -> None:
     module = autoencoder()
     module.save_pretrained(tmp_path, max_shard_size="40KB")
     assert (tmp_path / INDEX).is_file()
-    assert same(pretrained_autoencoder(tmp_path).module, module)
+    assert same(load_pretrained_autoencoder(tmp_path).module, module)
 
 
 @pytest.mark.parametrize("kind", [UNet2DModel, UNet2DConditionModel])
@@ -120,7 +122,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
 def test_a_denoiser(tmp_path: Path, kind: Any, inside: str) -> None:
     module = unet(kind)
     module.save_pretrained(tmp_path / inside)
-    found = pretrained_denoiser(tmp_path)
+    found = load_pretrained_denoiser(tmp_path)
     assert isinstance(found, kind)
     assert same(found, module)
 
@@ -144,7 +146,7 @@ def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "vae" / WEIGHTS).unlink()
     (tmp_path / "vae" / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Writes(tmp_path / "ran")))
     with pytest.raises(Unsafe, match=r"diffusion_pytorch_model\.bin, a pickle") as caught:
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)
     assert "save_pretrained" in caught.value.do
     assert not (tmp_path / "ran").exists()
 
@@ -153,7 +155,7 @@ def test_a_pickle_under_the_name_of_numbers(tmp_path: Path) -> None:
     kept_in(tmp_path / "vae")
     (tmp_path / "vae" / WEIGHTS).write_bytes(pickle.dumps(Writes(tmp_path / "ran")) + bytes(100_000))
     with pytest.raises(HalfstepError):
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -163,7 +165,7 @@ def test_an_index_that_points_elsewhere(tmp_path: Path, name: str) -> None:
     kept_in(tmp_path)
     write_json(tmp_path / INDEX, {"metadata": {}, "weight_map": {"encoder.conv_in.weight": name}})
     with pytest.raises(Unsafe, match="names the file"):
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)
 
 
 def cut(folder: Path) -> None:
@@ -203,18 +205,18 @@ def test_a_folder_that_was_spoilt(tmp_path: Path, spoil: Any, words: str) -> Non
     kept_in(tmp_path)
     spoil(tmp_path)
     with pytest.raises(BadData, match=words) as caught:
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)
     assert caught.value.do
 
 
 @pytest.mark.wording
 def test_no_folder_and_the_wrong_part(tmp_path: Path) -> None:
     with pytest.raises(BadData, match=r"no AutoencoderKL in .*nowhere: there is no such folder") as caught:
-        pretrained_autoencoder(tmp_path / "nowhere")
+        load_pretrained_autoencoder(tmp_path / "nowhere")
     assert "model.stage=autoencoder" in caught.value.do
     kept_in(tmp_path)
     with pytest.raises(BadData, match="contains AutoencoderKL"):
-        pretrained_denoiser(tmp_path)
+        load_pretrained_denoiser(tmp_path)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -225,7 +227,7 @@ def run_in(folder: Path, *, files: tuple[str, ...] = (BEST,), task: str = "diffu
     module = autoencoder()
     recipe = {"task": task, "model": {"stage": "autoencoder", **model}, "data": {}, "loss": {}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    write_json(folder / FACTS, {"classes": [], "autoencoder": plain_config(module)})
+    write_json(folder / FACTS, {"classes": [], "autoencoder": extract_plain_config(module)})
     tensors = {f"autoencoder.{name}": tensor for name, tensor in module.state_dict().items()}
     tensors |= {"latent_scale": torch.ones(()), "denoiser.weight": torch.randn(3)}
     for name in files:
@@ -237,23 +239,27 @@ def run_in(folder: Path, *, files: tuple[str, ...] = (BEST,), task: str = "diffu
 @pytest.mark.parametrize("stage", ["autoencoder", "both"])
 def test_a_run_gives_its_autoencoder_alone(tmp_path: Path, files: tuple[str, ...], stage: str) -> None:
     module = run_in(tmp_path, files=files, stage=stage)
-    found = pretrained_autoencoder(tmp_path)
+    found = load_pretrained_autoencoder(tmp_path)
     assert same(found.module, module)
     assert not found.module.training
-    assert (found.scale, found.digest, found.config) == (None, digest(module), plain_config(module))
+    assert (found.scale, found.digest, found.config) == (
+        None,
+        compute_weights_digest(module),
+        extract_plain_config(module),
+    )
 
 
 def test_the_best_weights_come_first(tmp_path: Path) -> None:
     run_in(tmp_path, files=(LAST,))
     best = run_in(tmp_path, files=(BEST,))
-    assert same(pretrained_autoencoder(tmp_path).module, best)
+    assert same(load_pretrained_autoencoder(tmp_path).module, best)
 
 
 @pytest.mark.wording
 def test_a_run_of_another_task(tmp_path: Path) -> None:
     run_in(tmp_path, task="segmentation")
     with pytest.raises(BadData, match="a run of the task segmentation") as caught:
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)
     assert "model.stage=autoencoder" in caught.value.do
 
 
@@ -261,7 +267,7 @@ def test_a_run_of_another_task(tmp_path: Path) -> None:
 def test_a_run_that_only_used_an_autoencoder_names_it(tmp_path: Path) -> None:
     run_in(tmp_path, stage="denoiser", autoencoder="runs/first")
     with pytest.raises(BadData, match="trained a denoiser") as caught:
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)
     assert "model.autoencoder=runs/first" in caught.value.do
 
 
@@ -275,12 +281,12 @@ def spoil_run(folder: Path, change: Any) -> None:
 def test_a_run_without_weights_or_facts(tmp_path: Path) -> None:
     run_in(tmp_path, files=())
     with pytest.raises(BadData, match="contains no weights"):
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)
     run_in(tmp_path)
     for facts in ({}, {"autoencoder": None}, {"autoencoder": {"block_out_channels": "x"}}, []):
         write_json(tmp_path / FACTS, facts)
         with pytest.raises(BadData, match=r"task\.json cannot be used"):
-            pretrained_autoencoder(tmp_path)
+            load_pretrained_autoencoder(tmp_path)
 
 
 @pytest.mark.wording
@@ -288,7 +294,7 @@ def test_a_run_whose_numbers_are_not_finite(tmp_path: Path) -> None:
     run_in(tmp_path)
     spoil_run(tmp_path, lambda tensors: tensors["autoencoder.encoder.conv_in.weight"].fill_(torch.inf))
     with pytest.raises(BadData, match="not finite"):
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)
 
 
 @pytest.mark.wording
@@ -296,4 +302,4 @@ def test_a_run_that_lacks_a_tensor(tmp_path: Path) -> None:
     run_in(tmp_path)
     spoil_run(tmp_path, lambda tensors: tensors.pop("autoencoder.encoder.conv_in.weight"))
     with pytest.raises(StateMismatch, match=r"autoencoder\.encoder\.conv_in\.weight"):
-        pretrained_autoencoder(tmp_path)
+        load_pretrained_autoencoder(tmp_path)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from halfstep import distributed
 from halfstep.errors import HalfstepError
-from halfstep.tasks.latent_cache.cache import ABOUT, PER_CHUNK, cached
-from halfstep.train.signals import Stopping
+from halfstep.tasks.latent_cache.cache import ABOUT, PER_CHUNK, load_or_encode_latents
+from halfstep.train.signals import StopSignalHandler
 from tests.support.ranks import Ranks
 from tests.tasks.latents_made import (
     MANY,
@@ -40,8 +40,8 @@ def kept_on(rank: int, places: list[str], how: Any, machine: bool) -> dict[str, 
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     counting = Counting()
     try:
-        with Stopping():
-            latents = cached(encoding(partial(_counted, counting, how)), Pictures(MANY), parts=PARTS)
+        with StopSignalHandler():
+            latents = load_or_encode_latents(encoding(partial(_counted, counting, how)), Pictures(MANY), parts=PARTS)
         right = all(torch.allclose(moments_of(latents, n), expected(n), atol=1e-6) for n in range(MANY))
         return {"images": counting.images, "folder": str(latents.chunks.folder), "right": right}
     except HalfstepError as error:

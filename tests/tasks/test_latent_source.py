@@ -13,7 +13,7 @@ from halfstep.data.dataset import BadSample, Order, Sample, Samples
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.loader import TrainLoader
 from halfstep.errors import BadData
-from halfstep.tasks.latent_cache.cache import LatentSource, cached
+from halfstep.tasks.latent_cache.cache import LatentSource, load_or_encode_latents
 from tests.tasks.latents_made import MANY, PARTS, Pictures, encoding, expected, kept, moments_of
 from tests.tasks.latents_made import own_cache as own_cache
 
@@ -88,5 +88,5 @@ def _rows(batch: Any) -> Any:
 
 
 def test_images_may_be_read_by_workers() -> None:
-    latents = cached(encoding(workers=2), Pictures(40), parts=PARTS)
+    latents = load_or_encode_latents(encoding(workers=2), Pictures(40), parts=PARTS)
     assert all(torch.allclose(moments_of(latents, n), expected(n), atol=1e-6) for n in range(40))

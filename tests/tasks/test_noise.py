@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 
-from halfstep.tasks.models.latent.noise import DenoisingByNoise, Draws, NoiseSchedule, schedule_settings
+from halfstep.tasks.models.latent.noise import DenoisingByNoise, Draws, NoiseSchedule, build_schedule_settings
 
 
 def schedule(**changes: Any) -> NoiseSchedule:
@@ -40,7 +40,7 @@ def test_noisy_latents_and_targets_are_what_they_are_by_hand(timestep: int) -> N
 @pytest.mark.parametrize("noise", ["linear", "scaled_linear", "squaredcos_cap_v2"])
 def test_each_sample_has_its_own_timestep_as_in_diffusers(noise: str) -> None:
     options = SimpleNamespace(timesteps=100, noise=noise, prediction="v")
-    theirs, ours = DDPMScheduler(**schedule_settings(options)), NoiseSchedule(options)
+    theirs, ours = DDPMScheduler(**build_schedule_settings(options)), NoiseSchedule(options)
     x, e, at = torch.randn(5, 2, 3, 3), torch.randn(5, 2, 3, 3), torch.tensor([0, 7, 50, 98, 99])
     torch.testing.assert_close(ours.noisy(x, e, at), theirs.add_noise(x, e, at))
     torch.testing.assert_close(ours.target(x, e, at), theirs.get_velocity(x, e, at))

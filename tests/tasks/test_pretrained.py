@@ -91,7 +91,7 @@ def test_a_hub_that_answers_no_is_reachable() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.handle_request, daemon=True).start()
     try:
-        assert pretrained._reachable(f"http://127.0.0.1:{server.server_port}")
+        assert pretrained._is_reachable(f"http://127.0.0.1:{server.server_port}")
     finally:
         server.server_close()
-    assert not pretrained._reachable(NOWHERE)
+    assert not pretrained._is_reachable(NOWHERE)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from halfstep.errors import BadData, BadRecipe, UnknownName
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from tests.tasks.made import batch_of, made
 
 
@@ -137,7 +137,7 @@ def test_predictions_in_16_bits_are_nearly_the_same() -> None:
     task = made("segmentation")
     model, image = task.model().eval(), task.source("val").read(0)["image"]
     wide = task.predict(model, image).mask
-    with precision_named("bf16").autocast(torch.device("cpu")):
+    with resolve_precision_name("bf16").autocast(torch.device("cpu")):
         narrow = task.predict(model, image).mask
     assert (wide == narrow).mean() > 0.9
 
@@ -224,7 +224,7 @@ def test_an_encoder_of_one_size_is_refused() -> None:
 def test_others_models_train_and_judge(name: str) -> None:
     task = made("segmentation", model={"name": name, "encoder": "resnet18"}, data={"crop": 64, "tile": 64})
     model = task.model().to(memory_format=torch.channels_last)
-    with precision_named("bf16").autocast(torch.device("cpu")):
+    with resolve_precision_name("bf16").autocast(torch.device("cpu")):
         loss = task.loss(model, batch_of(task, "train", 2))
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 import halfstep
-from halfstep.precision.precision import precision_named
-from halfstep.train.evaluation import evaluate
+from halfstep.precision.precision import resolve_precision_name
+from halfstep.train.evaluation import evaluate_model
 from halfstep.train.loaders import make_val_loader
 from tests.tasks.made import made
 
@@ -63,14 +63,14 @@ def test_whole_images_and_tiled_ones_share_a_batch(photographs: Path, precision:
     data = {"name": "pairs", "path": str(photographs), "classes": 2, "val": 0.5}
     task = made("segmentation", data=data)
     task.recipe = task.recipe.model_copy(update={"train": task.recipe.train.model_copy(update={"batch_size": 9})})
-    here, kind = torch.device("cpu"), precision_named(precision)
+    here, kind = torch.device("cpu"), resolve_precision_name(precision)
     torch.manual_seed(0)
     model = task.model()
     kind.prepare(model, here)
     loader = make_val_loader(task, task.recipe, here)
     assert len({tuple(size) for batch in loader for size in batch.tensors["size"].tolist()}) > 3
-    found = evaluate(task, model, loader, precision=kind, device=here)
-    plain = evaluate(task, model, loader, precision=precision_named("fp32"), device=here)
+    found = evaluate_model(task, model, loader, precision=kind, device=here)
+    plain = evaluate_model(task, model, loader, precision=resolve_precision_name("fp32"), device=here)
     assert found == pytest.approx(plain, abs=0.02)
 
 
@@ -81,7 +81,7 @@ def test_what_tiles_join_into_is_wide_whatever_came_first(photographs: Path, pre
     samples = [task.transform("val", source.read(n)) for n in range(len(source))]
     for order in (samples, samples[::-1]):
         batch = task.collate("val", order)
-        with precision_named(precision).inference(torch.device("cpu")):
+        with resolve_precision_name(precision).inference(torch.device("cpu")):
             logits = task._logits_of_whole_images(model, batch)  # type: ignore[attr-defined]
             loss = task.loss(model, batch)
         assert logits.dtype is torch.float32

@@ -15,14 +15,14 @@ import torch
 from PIL import Image
 
 from halfstep.data.layout import find_layout
-from halfstep.data.mask_classes import MaskCounts, read_masks_as
-from halfstep.data.set_facts import SetFacts, set_facts
+from halfstep.data.mask_classes import MaskCounts, infer_mask_reading
+from halfstep.data.set_facts import SetFacts, collect_set_facts
 from halfstep.errors import BadData, BadRecipe
 from halfstep.recipe.sources import RawRecipe, read_recipe
-from halfstep.recipe.strict_yaml import read_yaml, to_yaml
-from halfstep.runs.resolve import in_short, resolved_recipe
+from halfstep.recipe.strict_yaml import dump_recipe_yaml, parse_yaml
+from halfstep.runs.resolve import resolve_run_recipe, summarize_choices
 from halfstep.tasks.sizing import choices, classification, segmentation
-from halfstep.train.machine import GIGA, Machine, this_machine
+from halfstep.train.machine import GIGA, Machine, detect_machine
 
 LAPTOP, SERVER = Machine(2, 8 * GIGA), Machine(64, 256 * GIGA)
 SMALL_GPU, LARGE_GPU = Machine(8, 4 * GIGA, has_accelerator=True), Machine(32, 80 * GIGA, has_accelerator=True)
@@ -53,7 +53,11 @@ def test_every_choice_is_possible_and_has_a_reason(rules: ModuleType, facts: Set
     assert 0.0 < found["data.val"] <= 0.2
     if rules is segmentation:
         assert found["data.crop"] % 32 == 0
-        kept = found["train.batch_size"] * found["data.crop"] ** 2 * segmentation._bytes(found["model.width"])
+        kept = (
+            found["train.batch_size"]
+            * found["data.crop"] ** 2
+            * segmentation._count_activation_bytes(found["model.width"])
+        )
         assert kept <= choices.MEMORY_SHARE * machine.memory
 
 
@@ -81,7 +85,7 @@ def test_little_memory_makes_batches_small() -> None:
 
 @pytest.mark.parametrize("rules", [segmentation, classification])
 def test_what_is_given_wins_and_is_reckoned_with(rules: ModuleType) -> None:
-    facts = SetFacts(100, 224, 224, masks=read_masks_as([MaskCounts({0: 1, 1: 1, 2: 1})]))
+    facts = SetFacts(100, 224, 224, masks=infer_mask_reading([MaskCounts({0: 1, 1: 1, 2: 1})]))
     free = values(rules, facts, LAPTOP)
     for key in rules.KEYS & free.keys():
         assert key not in {one.key for one in rules.sized(facts, LAPTOP, {key: free[key]})}
@@ -114,7 +118,7 @@ def photographs(root: Path, values: tuple[int, ...] = (0, 255)) -> Path:
 
 
 def test_a_set_is_looked_at(tmp_path: Path) -> None:
-    facts = set_facts(find_layout(photographs(tmp_path)))
+    facts = collect_set_facts(find_layout(photographs(tmp_path)))
     assert (facts.images, facts.width, facts.height, facts.masks_read) == (6, 64, 40, 6)
     assert facts.masks is not None
     assert facts.masks.classes == 2
@@ -131,22 +135,22 @@ def test_a_set_is_looked_at(tmp_path: Path) -> None:
 )
 def test_masks_decide_the_classes(mask: tuple[int, ...], settings: tuple[Any, ...], tmp_path: Path) -> None:
     photographs(tmp_path, mask)
-    data = resolved_recipe(read_recipe("segment"), ["--data_dir", str(tmp_path)]).recipe.data
+    data = resolve_run_recipe(read_recipe("segment"), ["--data_dir", str(tmp_path)]).recipe.data
     assert (data.classes, data.ignore_index, data.palette) == settings
 
 
 def test_a_recipe_is_resolved_with_its_reasons_and_once(tmp_path: Path) -> None:
     photographs(tmp_path)
-    resolved = resolved_recipe(read_recipe("segment"), ["--data_dir", str(tmp_path), "--crop", "64"])
+    resolved = resolve_run_recipe(read_recipe("segment"), ["--data_dir", str(tmp_path), "--crop", "64"])
     assert resolved.recipe.data.crop == 64
     assert resolved.recipe.train.epochs
     keys = {one.key for one in resolved.sizing}
     assert "data.crop" not in keys
     assert keys | {"train.seed", "data.split"} == resolved.drawn
-    assert "epochs" in in_short(resolved.sizing)[0]
+    assert "epochs" in summarize_choices(resolved.sizing)[0]
     # What a run wrote down is complete: nothing is chosen again, whatever has become of the data.
-    written = RawRecipe("again", read_yaml(to_yaml(resolved.recipe), "again"), "")
-    again = resolved_recipe(written, ["data.path=/nowhere"])
+    written = RawRecipe("again", parse_yaml(dump_recipe_yaml(resolved.recipe), "again"), "")
+    again = resolve_run_recipe(written, ["data.path=/nowhere"])
     assert again.sizing == ()
     assert again.recipe.train.epochs == resolved.recipe.train.epochs
 
@@ -156,7 +160,7 @@ def test_class_folders_are_counted(tmp_path: Path) -> None:
         for number in range(4):
             picture(tmp_path / "train" / name / f"{number}.png", (90, 90))
         picture(tmp_path / "val" / name / "0.png", (90, 90))
-    resolved = resolved_recipe(read_recipe("classify"), {"data.path": str(tmp_path)})
+    resolved = resolve_run_recipe(read_recipe("classify"), {"data.path": str(tmp_path)})
     assert resolved.recipe.data.val == "val"
     assert resolved.recipe.data.size == 64
 
@@ -164,14 +168,14 @@ def test_class_folders_are_counted(tmp_path: Path) -> None:
 @pytest.mark.wording
 def test_a_folder_that_was_typed_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="does not exist"):
-        resolved_recipe(read_recipe("segment"), ["--data_dir", str(tmp_path / "nothing")])
-    assert resolved_recipe(read_recipe("segment")).recipe.train.epochs  # as for a set that nobody has seen
+        resolve_run_recipe(read_recipe("segment"), ["--data_dir", str(tmp_path / "nothing")])
+    assert resolve_run_recipe(read_recipe("segment")).recipe.train.epochs  # as for a set that nobody has seen
 
 
 @pytest.mark.wording
 def test_other_tasks_have_no_such_rules() -> None:
     with pytest.raises(BadRecipe, match="sizing=auto with task=diffusion"):
-        resolved_recipe(read_recipe("diffusion_tiny"), ["sizing=auto"])
+        resolve_run_recipe(read_recipe("diffusion_tiny"), ["sizing=auto"])
 
 
 WITHOUT_TORCH = """
@@ -179,7 +183,7 @@ import sys
 from pathlib import Path
 from halfstep.train import machine
 machine._DEV = Path(sys.argv[1])
-print(machine.this_machine("auto"), "torch" in sys.modules)
+print(machine.detect_machine("auto"), "torch" in sys.modules)
 """
 
 
@@ -196,7 +200,7 @@ def test_torch_is_loaded_only_where_a_driver_is(tmp_path: Path) -> None:
 
 
 def test_this_machine_is_described() -> None:
-    found = this_machine("auto")
+    found = detect_machine("auto")
     assert found.cores >= 1
     assert found.memory > 2**28
     assert found.speed > 0

@@ -16,9 +16,9 @@ from torch import nn
 from halfstep import Stepper
 from halfstep.data.dataset import Sample
 from halfstep.errors import BadRecipe
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.tasks.models.slots.model import COOLING
-from halfstep.tasks.slots import owners
+from halfstep.tasks.slots import find_owning_slots
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.task import Task
 from tests.support.combinations import one_per_value
@@ -50,7 +50,7 @@ def test_it_trains_in_every_precision(decoder: str, precision: str) -> None:
     """The stepper itself refuses a step that did not run in the precision asked for."""
     task = of(decoder)
     model, batch = seeded(task)
-    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 3e-3), precision=precision_named(precision))
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 3e-3), precision=resolve_precision_name(precision))
     reports = [stepper.step(task.loss, batch) for _ in range(24)]
     # The loss scale of fp16 may have to find its place first.
     assert {report.reason for report in reports[:4]} <= {None, "gradient_overflow"}
@@ -77,7 +77,7 @@ def test_what_is_seen_in_16_bits_is_wide_and_close(decoder: str, precision: str)
     model.eval()
     with torch.no_grad():
         wide = model(batch["image"])
-        with precision_named(precision).autocast(CPU):
+        with resolve_precision_name(precision).autocast(CPU):
             narrow = model(batch["image"])
     for name in ("slots", "shares", "reconstruction"):
         assert getattr(narrow, name).dtype is torch.float32
@@ -177,7 +177,7 @@ def test_activations_computed_again_give_the_same_gradients(decoder: str) -> Non
 def test_the_temperature_falls_with_training_and_not_with_a_skipped_step() -> None:
     task = of("autoregressive")
     model, batch = seeded(task)
-    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision=precision_named("bf16"))
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision=resolve_precision_name("bf16"))
     assert stepper.step(task.loss, batch).applied
     assert model.temperature.item() == pytest.approx(COOLING)
     before = digest_of_run(stepper)
@@ -211,8 +211,8 @@ def test_the_autoencoder_and_the_slots_do_not_pull_at_each_other() -> None:
 def test_owners_are_found_in_the_frames_own_size() -> None:
     shares = torch.zeros(1, 1, 2, 2, 2)
     shares[0, 0, 0, :, 0] = shares[0, 0, 1, :, 1] = 1.0
-    assert owners(shares, torch.Size((2, 2))).tolist() == [[[[0, 1], [0, 1]]]]
-    assert owners(shares, torch.Size((4, 8)))[0, 0].tolist() == [[0] * 4 + [1] * 4] * 4
+    assert find_owning_slots(shares, torch.Size((2, 2))).tolist() == [[[[0, 1], [0, 1]]]]
+    assert find_owning_slots(shares, torch.Size((4, 8)))[0, 0].tolist() == [[0] * 4 + [1] * 4] * 4
 
 
 def test_frames_and_masks_are_squeezed_and_mirrored_together() -> None:
@@ -314,7 +314,7 @@ def test_it_is_compiled_in_one_piece(decoder: str) -> None:
 
     fast = copy.deepcopy(model)
     fast.compile(backend=kept)
-    with precision_named("bf16").autocast(CPU):
+    with resolve_precision_name("bf16").autocast(CPU):
         expected, found = loss_of(task, model, batch), loss_of(task, fast, batch)
     found.backward()
     torch._dynamo.reset()

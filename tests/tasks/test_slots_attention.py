@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.tasks.models.slots.model import (
     FirstSlots,
     Gate,
     SlotAttention,
-    shares_of_slots,
-    weights_of_places,
+    compute_place_weights,
+    compute_slot_shares,
 )
 
 CPU = torch.device("cpu")
@@ -37,8 +37,8 @@ CASES: dict[str, Tensor] = {
 @pytest.mark.parametrize("case", CASES)
 def test_shares_and_weights_add_up_and_have_gradients(case: str, dtype: torch.dtype) -> None:
     logits = CASES[case].to(dtype, copy=True).requires_grad_()
-    with precision_named("fp16").autocast(CPU):
-        shares, weights = shares_of_slots(logits), weights_of_places(logits)
+    with resolve_precision_name("fp16").autocast(CPU):
+        shares, weights = compute_slot_shares(logits), compute_place_weights(logits)
     assert shares.dtype is weights.dtype is torch.float32
     assert_ones(shares.sum(-2))
     assert_ones(weights.sum(-1))
@@ -50,27 +50,27 @@ def test_shares_and_weights_add_up_and_have_gradients(case: str, dtype: torch.dt
 def test_the_weighted_mean_is_the_textbooks() -> None:
     logits = CASES["usual"]
     shares = logits.double().softmax(1)
-    torch.testing.assert_close(weights_of_places(logits).double(), shares / shares.sum(-1, keepdim=True))
+    torch.testing.assert_close(compute_place_weights(logits).double(), shares / shares.sum(-1, keepdim=True))
 
 
 def test_a_slot_that_won_nothing_has_a_mean_where_an_epsilon_of_habit_has_none() -> None:
     logits = CASES["one slot loses everywhere"].to(torch.float16)
     shares = logits.softmax(1) + 1e-8  # rounded away in fp16, and what is left is divided by zero
     assert torch.isnan(shares / shares.sum(-1, keepdim=True)).any()
-    assert_ones(weights_of_places(logits).sum(-1))
+    assert_ones(compute_place_weights(logits).sum(-1))
 
 
 def test_what_is_not_a_number_stays_so() -> None:
     logits = CASES["usual"].clone()
     logits[0, 0, 0] = math.nan
-    assert torch.isnan(weights_of_places(logits)).any()
+    assert torch.isnan(compute_place_weights(logits)).any()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_mean_over_many_places_keeps_its_size_in_16_bits(precision: str) -> None:
     values = 3.0 + torch.rand(1, 128 * 128, 4)
-    with precision_named(precision).autocast(CPU):
-        mean = weights_of_places(CASES["many places"]) @ values
+    with resolve_precision_name(precision).autocast(CPU):
+        mean = compute_place_weights(CASES["many places"]) @ values
     torch.testing.assert_close(mean.float(), values.mean(1, keepdim=True).expand(1, 3, 4), rtol=0.01, atol=0.0)
 
 
@@ -81,7 +81,7 @@ def test_rounds_in_16_bits_are_finite_at_any_scale(precision: str, scale: float)
     attention = SlotAttention(16)
     keys, values = (scale * torch.randn(2, 49, 16)).requires_grad_(), torch.randn(2, 49, 16)
     slots = torch.randn(2, 4, 16)
-    with precision_named(precision).autocast(CPU):
+    with resolve_precision_name(precision).autocast(CPU):
         found, shares = attention(keys, values, slots, 3)
     assert found.dtype is shares.dtype is torch.float32
     assert torch.isfinite(found).all()

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from halfstep.precision.precision import precision_named
-from halfstep.tasks.models.slots.model import temporal_contrast
+from halfstep.precision.precision import resolve_precision_name
+from halfstep.tasks.models.slots.model import compute_temporal_contrast
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def test_slots_that_keep_to_their_things_are_better_than_slots_that_swap() -> No
     kept = torch.randn(2, 1, 4, 16).expand(2, 3, 4, 16)
     swapped = kept.clone()
     swapped[:, 1] = kept[:, 1].flip(1)
-    assert temporal_contrast(kept, 0.1) < 0.1 < temporal_contrast(swapped, 0.1)
+    assert compute_temporal_contrast(kept, 0.1) < 0.1 < compute_temporal_contrast(swapped, 0.1)
 
 
 def test_it_is_the_cross_entropy_of_cosines_over_the_whole_batch() -> None:
@@ -29,11 +29,11 @@ def test_it_is_the_cross_entropy_of_cosines_over_the_whole_batch() -> None:
         now, then = slots[:, frame].reshape(4, 5).double(), slots[:, frame + 1].reshape(4, 5).double()
         cosines = torch.cosine_similarity(now[:, None], then[None], dim=-1) / 0.5
         each += [-cosines[n].log_softmax(0)[n] for n in range(4)]
-    torch.testing.assert_close(temporal_contrast(slots, 0.5).double(), torch.stack(each).mean())
+    torch.testing.assert_close(compute_temporal_contrast(slots, 0.5).double(), torch.stack(each).mean())
 
 
 def test_slots_that_are_all_alike_cost_the_logarithm_of_their_number() -> None:
-    assert temporal_contrast(torch.ones(3, 4, 5, 8), 0.1).item() == pytest.approx(math.log(15), rel=1e-5)
+    assert compute_temporal_contrast(torch.ones(3, 4, 5, 8), 0.1).item() == pytest.approx(math.log(15), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -41,8 +41,8 @@ def test_slots_that_are_all_alike_cost_the_logarithm_of_their_number() -> None:
 def test_it_is_wide_and_finite_at_any_length(dtype: torch.dtype, scale: float) -> None:
     torch.manual_seed(0)
     slots = (scale * torch.randn(2, 3, 4, 16).clamp(-1, 1)).to(dtype).requires_grad_()
-    with precision_named("fp16").autocast(CPU):
-        loss = temporal_contrast(slots, 0.1)
+    with resolve_precision_name("fp16").autocast(CPU):
+        loss = compute_temporal_contrast(slots, 0.1)
     loss.backward()
     assert loss.dtype is torch.float32
     assert torch.isfinite(loss)
@@ -51,4 +51,4 @@ def test_it_is_wide_and_finite_at_any_length(dtype: torch.dtype, scale: float) -
 
 
 def test_one_frame_has_no_next() -> None:
-    assert temporal_contrast(torch.randn(2, 1, 4, 8), 0.1).item() == 0.0
+    assert compute_temporal_contrast(torch.randn(2, 1, 4, 8), 0.1).item() == 0.0

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from halfstep.errors import StateMismatch
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.tasks.models.slots.layers import (
     Attention,
     BroadcastDecoder,
     DiscreteAutoencoder,
     FrameEncoder,
-    Positions,
+    PositionEmbedding,
     TokenDecoder,
-    blended,
-    drawn,
+    blend_slots,
+    sample_gumbel_softmax,
 )
 from halfstep.train.weights import load_weights, write_tensors
 
@@ -41,8 +41,8 @@ def test_the_most_opaque_slot_is_seen(dtype: torch.dtype) -> None:
     painted = torch.zeros(1, 2, 4, 1, 2, dtype=dtype)
     painted[0, 0, :3], painted[0, 1, :3] = 0.25, -0.5
     painted[0, 0, 3], painted[0, 1, 3] = torch.tensor([6e4, -6e4]), torch.tensor([-6e4, 6e4])
-    with precision_named("fp16").autocast(CPU):
-        frames, shares = blended(painted)
+    with resolve_precision_name("fp16").autocast(CPU):
+        frames, shares = blend_slots(painted)
     assert frames.dtype is shares.dtype is torch.float32
     assert frames[0, :, 0].tolist() == [[0.25, -0.5]] * 3
     assert shares[0, :, 0].tolist() == [[1.0, 0.0], [0.0, 1.0]]
@@ -55,7 +55,7 @@ def test_positions_differ_at_every_place_of_a_large_frame_in_16_bits() -> None:
     with torch.no_grad():
         encoder.positions.project.weight.copy_(torch.tensor([[1.0, 0, 0, 0], [0, 0, 1.0, 0]]))
         encoder.positions.project.bias.zero_()
-    with precision_named("bf16").autocast(CPU):
+    with resolve_precision_name("bf16").autocast(CPU):
         seen = encoder.positions(torch.zeros(1, 2, 1, 512))
     assert len(seen[0, 1].unique()) == 512
 
@@ -64,14 +64,14 @@ def test_places_differ_where_features_are_in_16_bits_too() -> None:
     """What comes out is as narrow as what came in; of many channels, each is rounded at other places."""
     torch.manual_seed(0)
     encoder = FrameEncoder(1, 64, 2, 1)
-    with torch.no_grad(), precision_named("bf16").autocast(CPU):
+    with torch.no_grad(), resolve_precision_name("bf16").autocast(CPU):
         seen = encoder.positions(torch.zeros(1, 64, 1, 1024, dtype=torch.bfloat16))
     assert seen.dtype is torch.bfloat16
     assert len(seen[0, :, 0].float().unique(dim=1)[0]) == 1024
 
 
 def test_positions_are_distances_to_the_borders() -> None:
-    positions = Positions(4)
+    positions = PositionEmbedding(4)
     with torch.no_grad():
         positions.project.weight.copy_(torch.eye(4))
         positions.project.bias.zero_()
@@ -89,8 +89,8 @@ def test_the_encoder_makes_a_place_of_so_many_pixels(stride: int, places: int) -
 def test_drawn_tokens_are_chances_in_every_precision(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     likely = torch.randn(4, 512, 8, 8).to(dtype).requires_grad_()
-    with precision_named("fp16").autocast(CPU):
-        soft = drawn(likely, torch.tensor(0.1))
+    with resolve_precision_name("fp16").autocast(CPU):
+        soft = sample_gumbel_softmax(likely, torch.tensor(0.1))
     assert soft.dtype is torch.float32
     assert torch.isfinite(soft).all()
     torch.testing.assert_close(soft.sum(1), torch.ones(4, 8, 8))
@@ -102,7 +102,7 @@ def test_drawn_tokens_are_chances_in_every_precision(dtype: torch.dtype) -> None
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     torch.manual_seed(0)
     likely = torch.tensor([0.7, 0.2, 0.1]).log()[None, :, None].expand(1, 3, 40_000)
-    counts = drawn(likely.to(torch.float16), torch.tensor(1.0)).argmax(1).flatten().bincount() / 40_000
+    counts = sample_gumbel_softmax(likely.to(torch.float16), torch.tensor(1.0)).argmax(1).flatten().bincount() / 40_000
     torch.testing.assert_close(counts, torch.tensor([0.7, 0.2, 0.1]), atol=0.01, rtol=0.0)
 
 

@@ -20,17 +20,17 @@ import halfstep
 from halfstep.cli.main import build
 from halfstep.errors import BadData, BadRecipe, WrongUse
 from halfstep.precision.island import island
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.runs.evaluate_run import evaluate
 from halfstep.step.loss import Counted
 from halfstep.step.stepper import Stepper
 from halfstep.tasks.models.text.model import (
     IGNORED,
     LanguageModel,
-    attention_mask,
-    check_model,
-    compared_logits,
-    summed_loss,
+    build_attention_mask,
+    check_document_separation,
+    compare_logits,
+    compute_summed_loss,
 )
 from halfstep.tasks.text import Text, TextMetric
 from halfstep.train.activation_checkpointing import checkpoint_activations
@@ -84,7 +84,7 @@ def test_chunks_change_neither_loss_nor_gradients() -> None:
     targets[1] = IGNORED
     found = []
     for most in (10**9, 50 * 4, 50, 1):
-        loss = summed_loss(hidden, targets, head, 50, most)
+        loss = compute_summed_loss(hidden, targets, head, 50, most)
         found.append((loss.detach(), *torch.autograd.grad(loss, [hidden, head.weight])))
     for other in found[1:]:
         for mine, whole in zip(other, found[0], strict=True):
@@ -103,14 +103,14 @@ def test_logits_do_not_decide_the_peak() -> None:
     for most, bound in ((1024 * 256, 1024 * 256), (1024 * 4, 1024 * 8)):
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            summed_loss(hidden, torch.zeros(1, 256, dtype=torch.int64), head, 1024, most)
+            compute_summed_loss(hidden, torch.zeros(1, 256, dtype=torch.int64), head, 1024, most)
         assert (max(saved) >= bound) == (most >= 1024 * 256)
 
 
 def test_the_loss_is_in_fp32_under_autocast() -> None:
     task = text()
     model, batch = task.model(), batch_of(task, "train")
-    with precision_named("bf16").autocast(torch.device("cpu")):
+    with resolve_precision_name("bf16").autocast(torch.device("cpu")):
         loss = task.loss(model, batch)
     assert loss.sum.dtype is torch.float32
 
@@ -119,7 +119,7 @@ def test_norms_head_and_embedding_can_be_islands() -> None:
     task = text()
     model = task.model()
     island(model, "language.model.norm", "language.lm_head", "language.model.embed_tokens")
-    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision=precision_named("bf16"))
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision=resolve_precision_name("bf16"))
     batch = batch_of(task, "train")
     losses = [stepper.step(task.loss, batch).loss for _ in range(3)]
     assert losses[-1] < losses[0]
@@ -135,7 +135,7 @@ def test_positions_and_targets_of_documents_in_one_window() -> None:
     assert sample["tokens"].tolist() == [5, 6, 0, 7, 0, 0, 8]
     assert sample["targets"].tolist() == [6, 0, IGNORED, 0, IGNORED, IGNORED, 9]
     assert sample["positions"].tolist() == [0, 1, 2, 0, 1, 0, 0]
-    mask = attention_mask(torch.tensor([[0, 1, 0, 1]]))[0, 0]
+    mask = build_attention_mask(torch.tensor([[0, 1, 0, 1]]))[0, 0]
     assert mask.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
 
@@ -155,7 +155,7 @@ def test_a_window_longer_than_the_reach_of_attention_is_computed_as_transformers
     )
     language = AutoModelForCausalLM.from_config(config).eval()
     model = LanguageModel(language)
-    check_model(model, 128, 0)
+    check_document_separation(model, 128, 0)
     rows = torch.randint(1, 128, (2, 25))
     ours = model(rows[:, :-1], rows[:, 1:], torch.arange(24).expand(2, -1))
     theirs = language(input_ids=rows, labels=rows, use_cache=False).loss
@@ -195,16 +195,16 @@ class Leaky(LanguageModel):
 def test_a_planted_leak_between_documents_is_refused_before_the_first_step() -> None:
     task = text()
     model = task.model()
-    assert check_model(model, 512, 0) == []
+    assert check_document_separation(model, 512, 0) == []
     with pytest.raises(WrongUse) as refused:
-        check_model(Leaky(model.language), 512, 0)
+        check_document_separation(Leaky(model.language), 512, 0)
     assert refused.value.id == "documents-attend"
 
 
 def test_a_model_without_a_mask_of_attention_is_refused() -> None:
     config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=128, state_size=4)
     with pytest.raises(WrongUse) as refused:
-        check_model(LanguageModel(AutoModelForCausalLM.from_config(config)), 128, 0)
+        check_document_separation(LanguageModel(AutoModelForCausalLM.from_config(config)), 128, 0)
     assert refused.value.id == "documents-attend"
 
 
@@ -219,13 +219,13 @@ def test_a_model_that_changes_its_logits_after_the_head_takes_them_whole() -> No
         return found
 
     model.language.forward = capped
-    [note] = task.ready(model, precision_named("fp32"))
+    [note] = task.ready(model, resolve_precision_name("fp32"))
     assert "logits" in note
     batch = batch_of(task, "train")
     loss = task.loss(model, batch)
     assert (loss.sum / loss.count).item() == pytest.approx(math.log(512), rel=0.05)
     whole = task.model()
-    task.ready(whole, precision_named("fp32"))
+    task.ready(whole, resolve_precision_name("fp32"))
     assert whole.plain_head
 
 
@@ -305,7 +305,7 @@ def test_a_base_is_loaded_with_its_weights(base: Path) -> None:
     task = text(base=str(base))
     model = task.model()
     same = AutoModelForCausalLM.from_pretrained(base)
-    assert compared_logits(model, LanguageModel(same), 512).startswith("checked")
+    assert compare_logits(model, LanguageModel(same), 512).startswith("checked")
     assert all(p.dtype is torch.float32 for p in model.parameters())
     again = text(base=str(base))
     again.remember(task.facts())

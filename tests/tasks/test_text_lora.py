@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 import halfstep
 from halfstep.cli.main import build
 from halfstep.errors import BadData, BadRecipe, StateMismatch, Stopped, WrongUse
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.stepper import Stepper
 from halfstep.tasks.models.text import adapters
 from halfstep.tasks.models.text.adapters import MergeLosses
@@ -75,12 +75,12 @@ def test_the_base_is_untouched_and_the_adapter_learns(
 ) -> None:
     task = adapted(base, base_format)
     model = task.model()
-    precision = precision_named("fp32" if base_format == "fp32" else "bf16")
+    precision = resolve_precision_name("fp32" if base_format == "fp32" else "bf16")
     lines = task.ready(model, precision)
     assert lines[0].split() == ["part", "trained", "stored", "computed", "bytes"]
-    stored = {(row.part, row.trained): row.stored for row in adapters.parts_of(model, precision)}
+    stored = {(row.part, row.trained): row.stored for row in adapters.list_model_parts(model, precision)}
     assert stored["adapter", True] == "fp32"
-    assert base_format in {row.stored for row in adapters.parts_of(model, precision) if row.part == "base"}
+    assert base_format in {row.stored for row in adapters.list_model_parts(model, precision) if row.part == "base"}
     before = raw(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     stepper = Stepper(model, torch.optim.AdamW(trained, 1e-2), precision=precision, clip_norm=1.0)
@@ -92,7 +92,7 @@ def test_the_base_is_untouched_and_the_adapter_learns(
     spoiled = stepper.step(lambda m, b: task.loss(m, b).sum * float("nan"), batch)
     assert not spoiled.applied
     assert all(torch.equal(a, b) for a, b in zip(held, trained, strict=True))
-    with adapters.computing(model), torch.no_grad():
+    with adapters.use_inference_precision(model), torch.no_grad():
         task.loss(model.eval(), batch)
     assert "MatMul8bitLt" not in caplog.text
 
@@ -108,19 +108,19 @@ def test_layers_that_are_trained_whole_are_fp32_whatever_peft_left(base: Path) -
 def test_a_run_in_fp32_widens_a_bf16_base_and_refuses_a_quantized_one(base: Path) -> None:
     task = adapted(base)
     model = task.model()
-    assert "fp32" in task.ready(model, precision_named("fp32"))[0]
+    assert "fp32" in task.ready(model, resolve_precision_name("fp32"))[0]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     if "nf4" in FORMATS:
         task = adapted(base, "nf4")
         with pytest.raises(BadRecipe):
-            task.ready(task.model(), precision_named("fp32"))
+            task.ready(task.model(), resolve_precision_name("fp32"))
 
 
 @pytest.mark.parametrize("base_format", FORMATS)
 def test_rotary_tables_are_in_fp32_whatever_the_base_is_stored_in(base: Path, base_format: str) -> None:
     model = adapted(base, base_format).model()
     fresh = made("text", model={"base_format": "bf16", "adapter": {"kind": "lora"}}, data=DATA).model()
-    for one in (model, adapters.merged(model, model.inner.config), fresh):
+    for one in (model, adapters.build_merged_model(model, model.inner.config), fresh):
         tables = {name: buffer.dtype for name, buffer in one.named_buffers() if "inv_freq" in name}
         assert tables
         assert set(tables.values()) == {torch.float32}
@@ -165,9 +165,9 @@ def test_the_layers_of_gpt2_are_named(tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
-    whole = adapters.merged(model, model.inner.config)
+    whole = adapters.build_merged_model(model, model.inner.config)
     rows = torch.randint(1, 500, (1, 16))
-    with adapters.computing(model), torch.no_grad():
+    with adapters.use_inference_precision(model), torch.no_grad():
         found, expected = (one.logits(rows, torch.arange(16)[None]).float() for one in (whole, model))
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
@@ -181,7 +181,9 @@ def test_a_base_that_transformers_has_downloaded(base: Path, tmp_path: Path, mon
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     given = settings(base, tmp_path / "run", "model.base=someone/small", "train.steps=2", "schedule.warmup_steps=1")
     halfstep.fit("text_lora", settings=[*given, "model.download=true"], quiet=True)
-    assert json.loads((tmp_path / "run" / "task.json").read_text())["base"] == adapters.base_fingerprint(str(base))
+    assert json.loads((tmp_path / "run" / "task.json").read_text())["base"] == adapters.compute_base_fingerprint(
+        str(base)
+    )
     assert halfstep.load(tmp_path / "run").predict("def ").values["text"] is not None
     content = bytearray((snapshot / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -295,7 +297,7 @@ def test_a_merge_is_compared_and_a_bad_one_refused(run: Path, tmp_path: Path, mo
     assert "merged" in said
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert not any("lora" in name for name, _ in model.named_parameters())
-    whole = adapters.merged
+    whole = adapters.build_merged_model
 
     def spoiled(*given: Any) -> LanguageModel:
         model = whole(*given)
@@ -304,7 +306,7 @@ def test_a_merge_is_compared_and_a_bad_one_refused(run: Path, tmp_path: Path, mo
                 parameter.add_(torch.randn_like(parameter))
         return model
 
-    monkeypatch.setattr(adapters, "merged", spoiled)
+    monkeypatch.setattr(adapters, "build_merged_model", spoiled)
     code, said = command("export", run, "--merge", "--out", tmp_path / "bad")
     assert code != 0
     assert not (tmp_path / "bad").exists()
@@ -319,7 +321,7 @@ def test_merged_and_unmerged_compute_the_same(base: Path, base_format: str) -> N
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
-    whole = adapters.merged(model, model.inner.config)
+    whole = adapters.build_merged_model(model, model.inner.config)
     losses = [task._measure_held_out_loss(one) for one in (model, whole)]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     with model.language.disable_adapter():
@@ -335,7 +337,7 @@ def test_a_merge_unties_a_head_with_an_adapter(base: Path, target: str) -> None:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.2)
-    whole = adapters.merged(model, model.inner.config)
+    whole = adapters.build_merged_model(model, model.inner.config)
     assert task._measure_held_out_loss(whole) == pytest.approx(task._measure_held_out_loss(model), rel=1e-5)
 
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 import halfstep
 from halfstep.journal.jsonl import read_events
-from halfstep.recipe.sources import read_recipe, recipe_names
-from halfstep.runs.registry import task_names
+from halfstep.recipe.sources import list_recipe_names, read_recipe
+from halfstep.runs.registry import list_task_names
 
-TINY = [name for name in recipe_names() if name.endswith("_tiny")]
+TINY = [name for name in list_recipe_names() if name.endswith("_tiny")]
 SMALLER = ["train.steps=3", "train.batch_size=2", "data.samples=16", "run.pictures=1", "num_workers=0"]
 """fp16 convolutions are slow on a CPU: fewer samples, and smaller ones."""
 SIZES = {
@@ -40,7 +40,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_every_task_has_one() -> None:
     assert len(TINY) >= 4
-    assert {read_recipe(name).raw["task"] for name in TINY} == set(task_names())
+    assert {read_recipe(name).raw["task"] for name in TINY} == set(list_task_names())
 
 
 IN_CI = {("classification_tiny", "fp32"), ("segmentation_tiny", "fp16"), *((name, "bf16") for name in TINY)}

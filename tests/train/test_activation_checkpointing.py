@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper
-from halfstep.train.activation_checkpointing import blocks, checkpoint_activations
+from halfstep.train.activation_checkpointing import checkpoint_activations, iterate_checkpointable_blocks
 
 
 class Net(nn.Module):
@@ -91,9 +91,9 @@ def test_evaluation_is_untouched() -> None:
 
 def test_blocks_are_what_is_called_as_a_whole() -> None:
     net = Net()
-    assert list(blocks(net)) == list(net.layers)
-    assert list(blocks(nn.ModuleDict({"a": Block(), "b": nn.Linear(1, 1)}))) != []
-    assert list(blocks(nn.Linear(1, 1))) == []
+    assert list(iterate_checkpointable_blocks(net)) == list(net.layers)
+    assert list(iterate_checkpointable_blocks(nn.ModuleDict({"a": Block(), "b": nn.Linear(1, 1)}))) != []
+    assert list(iterate_checkpointable_blocks(nn.Linear(1, 1))) == []
 
 
 def test_a_model_within_a_model_is_not_one_block() -> None:
@@ -120,4 +120,4 @@ def test_a_model_within_a_model_is_not_one_block() -> None:
             return x
 
     whole = nn.Sequential(Inner(), Lists())
-    assert [type(block).__name__ for block in blocks(whole)] == ["Block", "Block", "Lists"]
+    assert [type(block).__name__ for block in iterate_checkpointable_blocks(whole)] == ["Block", "Block", "Lists"]

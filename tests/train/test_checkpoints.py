@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from torch import nn
 
-from halfstep.checkpoint.commit import Saver
-from halfstep.checkpoint.paths import CHECKPOINTS, Disk, generations, leftovers
-from halfstep.checkpoint.reading import verified
+from halfstep.checkpoint.commit import CheckpointSaver
+from halfstep.checkpoint.paths import CHECKPOINTS, Disk, list_drafts, list_generations
+from halfstep.checkpoint.reading import verify_checkpoint
 from halfstep.distributed import RankGroup
 from halfstep.errors import HalfstepError, OutOfMemory, Stopped, StorageFailed
 from halfstep.journal.events import Event, Journal
@@ -23,7 +23,7 @@ from halfstep.train.loop import Loop
 from halfstep.train.outputs import LAST, RunOutputs
 from halfstep.train.resume import _remove_drafts as remove_drafts
 from halfstep.train.run import make_loop
-from halfstep.train.weights import digest, load_weights
+from halfstep.train.weights import compute_weights_digest, load_weights
 from tests.support.room import files_of_at_most
 from tests.support.tiny_task import Tiny
 
@@ -54,10 +54,10 @@ def test_a_test_file_that_cannot_be_removed_does_not_end_a_run(tmp_path: Path, m
     def busy(disk: Disk, file: Path) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy", str(file))
 
-    monkeypatch.setattr(checkpointing, "checkpoint_size", lambda live: 1)
+    monkeypatch.setattr(checkpointing, "estimate_checkpoint_size", lambda live: 1)
     with monkeypatch.context() as held:
         held.setattr(Disk, "remove", busy)
-        checkpointing.check_writing(tmp_path, None)  # type: ignore[arg-type]
+        checkpointing.check_folder_writable(tmp_path, None)  # type: ignore[arg-type]
     (left,) = tmp_path.iterdir()
     remove_drafts(tmp_path, Disk())
     assert not left.exists(), "the next launch removes it"
@@ -81,7 +81,7 @@ def loop(tmp_path: Path) -> Loop:
 @pytest.fixture
 def taking(loop: Loop, tmp_path: Path) -> tuple[Checkpoints, Full, EventList]:
     disk, heard = Full(), EventList()
-    saver = Saver(tmp_path / CHECKPOINTS, keep=2, party=RankGroup(), background=True, disk=disk)
+    saver = CheckpointSaver(tmp_path / CHECKPOINTS, keep=2, party=RankGroup(), background=True, disk=disk)
     return Checkpoints(loop.live, saver, Journal([heard])), disk, heard
 
 
@@ -97,7 +97,7 @@ def counted(heard: EventList) -> list[str]:
 
 @pytest.mark.wording
 def test_saves_that_fail_for_want_of_memory_end_the_run_with_the_code_of_memory(loop: Loop, tmp_path: Path) -> None:
-    saver = Saver(tmp_path / CHECKPOINTS, keep=2, party=RankGroup(), background=True, disk=Starving())
+    saver = CheckpointSaver(tmp_path / CHECKPOINTS, keep=2, party=RankGroup(), background=True, disk=Starving())
     checkpoints = Checkpoints(loop.live, saver, Journal())
     attempt(checkpoints, 1)
     attempt(checkpoints, 2)
@@ -129,9 +129,9 @@ def test_failures_are_counted_in_a_row_and_the_third_ends_the_run(
     assert counted(heard) == [f"{count} in a row, 3 end the run" for count in (1, 2, 1, 2, 3)]
     assert all(one["level"] == "warning" for one in heard.told("note"))
     assert [one["attempt"] for one in heard.told("saved")] == [1, 4]
-    found = generations(tmp_path / CHECKPOINTS)
-    assert [(one.attempt, verified(one).problem) for one in found] == [(4, None), (1, None)]
-    assert leftovers(tmp_path / CHECKPOINTS) == []
+    found = list_generations(tmp_path / CHECKPOINTS)
+    assert [(one.attempt, verify_checkpoint(one).problem) for one in found] == [(4, None), (1, None)]
+    assert list_drafts(tmp_path / CHECKPOINTS) == []
     assert checkpoints.name == found[0].name
 
 
@@ -164,7 +164,7 @@ def test_a_stop_of_a_run_that_was_never_finite_does_not_blame_the_disk(
         checkpoints.stop("SIGTERM", 40)
     assert caught.value.exit_code == 80
     assert "room" not in str(caught.value)
-    assert generations(tmp_path / CHECKPOINTS) == []
+    assert list_generations(tmp_path / CHECKPOINTS) == []
 
 
 @pytest.mark.wording
@@ -210,7 +210,7 @@ def test_weights_that_have_no_room_are_a_warning_and_the_old_ones_stay(tmp_path:
     heard, model = EventList(), nn.Linear(20, 20)
     keeper = RunOutputs(tmp_path, Journal([heard]), pictures=0)
     keeper.last(model, None)
-    before = digest(model)
+    before = compute_weights_digest(model)
     model.weight.data.add_(1)
     with files_of_at_most(500):
         keeper.last(model, None)
@@ -221,7 +221,7 @@ def test_weights_that_have_no_room_are_a_warning_and_the_old_ones_stay(tmp_path:
     assert all("File too large" in note and "\n" not in note for note in notes)
     other = nn.Linear(20, 20)
     load_weights(other, tmp_path / LAST)
-    assert digest(other) == before
+    assert compute_weights_digest(other) == before
     assert [path.name for path in tmp_path.iterdir()] == [LAST], "drafts are left"
     with pytest.raises(StorageFailed, match=r"last\.safetensors could not be written: .*File too large") as caught:
         keeper.result({"reason": "finished"})

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.checkpoint.paths import generations
+from halfstep.checkpoint.paths import list_generations
 from halfstep.files import read_json
-from halfstep.train.status import status_file
+from halfstep.train.status import name_status_file
 
 IP = shutil.which("ip") or "/usr/sbin/ip"
 TIMEOUT = 15.0
@@ -65,7 +65,7 @@ def test_a_cut_link_ends_both_ranks_and_is_named(hosts: list[str], tmp_path: Pat
     ranks = [launch(host, rank, tmp_path) for rank, host in enumerate(hosts)]
     try:
         until = time.monotonic() + 180.0
-        while len(generations(tmp_path / "run" / "checkpoints")) < 2:
+        while len(list_generations(tmp_path / "run" / "checkpoints")) < 2:
             assert time.monotonic() < until
             assert [rank.poll() for rank in ranks] == [None, None], ranks[0].communicate()[0]
             time.sleep(0.2)
@@ -79,7 +79,7 @@ def test_a_cut_link_ends_both_ranks_and_is_named(hosts: list[str], tmp_path: Pat
     assert [rank.returncode for rank in ranks] == [76, 76], said
     # Twice the timeout at the most, and what a slow machine takes to write the stacks and to end.
     assert took < 2 * TIMEOUT + 30.0
-    statuses = [read_json(tmp_path / "run" / status_file(rank)) for rank in range(2)]
+    statuses = [read_json(tmp_path / "run" / name_status_file(rank)) for rank in range(2)]
     assert [status["restartable"] for status in statuses] == [True, True], statuses
     for status, text in zip(statuses, said, strict=True):
         assert "the network between them may be cut" in status["reason"], status

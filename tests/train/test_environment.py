@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.checkpoint.packing import pack, unpack
+from halfstep.checkpoint.packing import pack_state, unpack_state
 from halfstep.errors import StateMismatch
-from halfstep.train.environment import check_generators, git_revision, read_generators, seed_all, set_generators
-from halfstep.train.process_group import rng_preserved
+from halfstep.train.environment import (
+    check_rng_states,
+    collect_rng_states,
+    read_git_revision,
+    restore_rng_states,
+    seed_all,
+)
+from halfstep.train.process_group import preserve_rng
 from tests.support.digest import digest_of
 
 HERE = torch.device("cpu")
@@ -25,23 +31,23 @@ def drawn() -> list[float]:
 
 
 def saved_and_loaded(state: Any) -> Any:
-    return unpack(*pack(state, "rng"), "here")
+    return unpack_state(*pack_state(state, "rng"), "here")
 
 
 def test_what_is_drawn_after_a_state_is_drawn_again() -> None:
-    with rng_preserved():
+    with preserve_rng():
         seed_all(2**63 - 1)
         drawn()
-        state = saved_and_loaded(read_generators(HERE))
+        state = saved_and_loaded(collect_rng_states(HERE))
         first = [drawn() for _ in range(3)]
         seed_all(1)
-        check_generators(state, HERE)
-        set_generators(state, HERE)
+        check_rng_states(state, HERE)
+        restore_rng_states(state, HERE)
         assert [drawn() for _ in range(3)] == first
 
 
 def test_seeds_differ_for_every_generator() -> None:
-    with rng_preserved():
+    with preserve_rng():
         seed_all(1)
         one = drawn()
         seed_all(2)
@@ -49,27 +55,27 @@ def test_seeds_differ_for_every_generator() -> None:
 
 
 def _without(name: str) -> Any:
-    return {key: value for key, value in read_generators(HERE).items() if key != name}
+    return {key: value for key, value in collect_rng_states(HERE).items() if key != name}
 
 
 WRONG = {
     "none": {},
     "python is missing": _without("python"),
-    "one more": {**read_generators(HERE), "jax": 1},
-    "a device's more": {**read_generators(HERE), "torch": [torch.get_rng_state()] * 2},
-    "another size": {**read_generators(HERE), "torch": [torch.zeros(16, dtype=torch.uint8)]},
-    "a word less": {**read_generators(HERE), "python": (3, torch.zeros(624, dtype=torch.int64), None)},
-    "another generator": {**read_generators(HERE), "numpy": ("PCG64", torch.zeros(624), 0, 0, 0.0)},
-    "no sequence": {**read_generators(HERE), "numpy": None},
+    "one more": {**collect_rng_states(HERE), "jax": 1},
+    "a device's more": {**collect_rng_states(HERE), "torch": [torch.get_rng_state()] * 2},
+    "another size": {**collect_rng_states(HERE), "torch": [torch.zeros(16, dtype=torch.uint8)]},
+    "a word less": {**collect_rng_states(HERE), "python": (3, torch.zeros(624, dtype=torch.int64), None)},
+    "another generator": {**collect_rng_states(HERE), "numpy": ("PCG64", torch.zeros(624), 0, 0, 0.0)},
+    "no sequence": {**collect_rng_states(HERE), "numpy": None},
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_state_of_another_form_is_refused_and_nothing_moves(name: str) -> None:
-    before = digest_of(read_generators(HERE))
+    before = digest_of(collect_rng_states(HERE))
     with pytest.raises(StateMismatch):
-        check_generators(WRONG[name], HERE)
-    assert digest_of(read_generators(HERE)) == before
+        check_rng_states(WRONG[name], HERE)
+    assert digest_of(collect_rng_states(HERE)) == before
 
 
 # -- git --------------------------------------------------------------------------------------------------------------
@@ -96,13 +102,13 @@ def test_the_commit_is_read_from_gits_own_files(tmp_path: Path) -> None:
     (tmp_path / "branch" / ".git" / "refs" / "heads" / "other").write_text(COMMIT)
     (tmp_path / "tree" / ".git").write_text(f"gitdir: {tmp_path / 'tree_of' / '.git'}\n")
     (branch / "src" / "deep").mkdir(parents=True)
-    assert git_revision(branch / "src" / "deep") == {"commit": COMMIT, "branch": "main"}
-    assert git_revision(packed) == {"commit": COMMIT, "branch": "a/b"}
-    assert git_revision(detached) == {"commit": COMMIT, "branch": ""}
-    assert git_revision(tmp_path / "tree") == {"commit": COMMIT, "branch": "other"}
+    assert read_git_revision(branch / "src" / "deep") == {"commit": COMMIT, "branch": "main"}
+    assert read_git_revision(packed) == {"commit": COMMIT, "branch": "a/b"}
+    assert read_git_revision(detached) == {"commit": COMMIT, "branch": ""}
+    assert read_git_revision(tmp_path / "tree") == {"commit": COMMIT, "branch": "other"}
 
 
 def test_what_is_no_commit_is_none(tmp_path: Path) -> None:
     for number, head in enumerate(["", "ref: refs/heads/none", "<script>", "ref: ../../../etc/passwd", "\x00"]):
-        assert git_revision(repository(tmp_path / str(number), head)) is None
-    assert git_revision(tmp_path) is None
+        assert read_git_revision(repository(tmp_path / str(number), head)) is None
+    assert read_git_revision(tmp_path) is None

@@ -19,7 +19,7 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
-from halfstep.checkpoint.packing import pack, unpack
+from halfstep.checkpoint.packing import pack_state, unpack_state
 from halfstep.errors import StateMismatch
 from halfstep.step.report import StepReport
 from halfstep.train.epoch_metrics import EpochMetrics
@@ -31,9 +31,9 @@ def report(loss: float, reason: str | None = None) -> StepReport:
 
 
 def saved_and_loaded(tally: EpochMetrics) -> Any:
-    plain, tensors = pack(tally.state_dict(), "epoch")
+    plain, tensors = pack_state(tally.state_dict(), "epoch")
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return unpack(json.loads(json.dumps(plain, allow_nan=False)), copies, "here")
+    return unpack_state(json.loads(json.dumps(plain, allow_nan=False)), copies, "here")
 
 
 def grouped() -> MetricCollection:

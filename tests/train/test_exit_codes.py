@@ -15,15 +15,21 @@ from torch import nn
 
 from halfstep.data import loader
 from halfstep.errors import BadData, BadRecipe, FolderTaken, OutOfMemory, StateMismatch, WorkerLost, WrongUse
-from halfstep.journal.listeners import listeners
+from halfstep.journal.listeners import create_listeners
 from halfstep.journal.prometheus import Prometheus
-from halfstep.out_of_memory import MORE_SHARED, MORE_THREADS, as_error, for_workers, is_out_of_memory
+from halfstep.out_of_memory import (
+    MORE_SHARED,
+    MORE_THREADS,
+    convert_memory_error,
+    convert_worker_error,
+    is_out_of_memory,
+)
 from halfstep.recipe.sources import read_recipe
-from halfstep.report.run_charts import smooth
-from halfstep.runs.resolve import resolved_recipe
-from halfstep.train.process_group import device_of
+from halfstep.report.run_charts import compute_moving_mean
+from halfstep.runs.resolve import resolve_run_recipe
+from halfstep.train.process_group import resolve_device
 from halfstep.train.run_folder import check_run, open_run
-from halfstep.train.state import COMPONENTS, checked_components
+from halfstep.train.state import COMPONENTS, check_state_components
 from halfstep.train.weights import load_weights
 
 # -- shared memory and threads ----------------------------------------------------------------------------------------
@@ -56,7 +62,7 @@ def test_workers_without_room_say_what_to_raise(error: Exception, more: str) -> 
         yield
 
     with pytest.raises(OutOfMemory) as caught:
-        list(loader._require_live_workers(failing()))
+        list(loader._replace_worker_errors(failing()))
     assert caught.value.exit_code == 81
     assert more in caught.value.do
     assert "train.num_workers=0" in caught.value.do
@@ -74,15 +80,15 @@ def test_other_errors_of_workers_stay_what_they_are() -> None:
             yield
 
         with pytest.raises(kind) as caught:
-            list(loader._require_live_workers(failing()))
+            list(loader._replace_worker_errors(failing()))
         assert not isinstance(caught.value, OutOfMemory)
-        assert for_workers(error) is None
+        assert convert_worker_error(error) is None
 
 
 @pytest.mark.wording
 def test_a_thread_that_cannot_start_anywhere_is_a_lack_of_memory() -> None:
     assert is_out_of_memory(THREAD)
-    failed = as_error(THREAD, "", "a smaller batch")
+    failed = convert_memory_error(THREAD, "", "a smaller batch")
     assert failed is not None
     assert failed.do == MORE_THREADS
 
@@ -100,7 +106,7 @@ def test_a_thread_that_cannot_start_anywhere_is_a_lack_of_memory() -> None:
 )
 def test_numbers_without_an_end_are_refused(word: str) -> None:
     with pytest.raises(BadRecipe, match=word.partition("=")[0].replace(".", r"\.")):
-        resolved_recipe(read_recipe("segmentation_tiny"), [word])
+        resolve_run_recipe(read_recipe("segmentation_tiny"), [word])
 
 
 def own_recipe(folder: Path, metrics: object) -> Any:
@@ -113,16 +119,16 @@ def own_recipe(folder: Path, metrics: object) -> Any:
 @pytest.mark.parametrize("path", ["/etc/x.prom", "../x.prom", "a/../../x.prom"])
 def test_a_recipe_writes_no_metrics_outside_of_its_run(tmp_path: Path, path: str) -> None:
     with pytest.raises(BadRecipe) as caught:
-        resolved_recipe(own_recipe(tmp_path, path))
+        resolve_run_recipe(own_recipe(tmp_path, path))
     assert f"run.prometheus={path}" in caught.value.do
-    typed = resolved_recipe(own_recipe(tmp_path, path), [f"run.prometheus={path}"])
+    typed = resolve_run_recipe(own_recipe(tmp_path, path), [f"run.prometheus={path}"])
     assert typed.recipe.run.prometheus == path
-    assert resolved_recipe(own_recipe(tmp_path, "in.prom")).recipe.run.prometheus == "in.prom"
+    assert resolve_run_recipe(own_recipe(tmp_path, "in.prom")).recipe.run.prometheus == "in.prom"
 
 
 def test_a_metrics_file_of_a_recipe_is_in_the_run_s_folder(tmp_path: Path) -> None:
     for asked, place in (("a.prom", tmp_path / "a.prom"), ("/x/a.prom", Path("/x/a.prom"))):
-        every = listeners(tmp_path, tracker="none", console=None, prometheus=asked)
+        every = create_listeners(tmp_path, tracker="none", console=None, prometheus=asked)
         (metrics,) = [one for one in every if isinstance(one, Prometheus)]
         assert metrics._path == place
         for one in every:
@@ -132,7 +138,7 @@ def test_a_metrics_file_of_a_recipe_is_in_the_run_s_folder(tmp_path: Path) -> No
 @pytest.mark.wording
 @pytest.mark.parametrize("name", ["x" * 300, "y/" * 2500])
 def test_a_path_that_is_too_long_is_said(tmp_path: Path, name: str) -> None:
-    recipe = resolved_recipe(read_recipe("segmentation_tiny"), [f"run.dir={tmp_path}/{name}"]).recipe
+    recipe = resolve_run_recipe(read_recipe("segmentation_tiny"), [f"run.dir={tmp_path}/{name}"]).recipe
     for use in (check_run, open_run):
         with pytest.raises(FolderTaken, match="File name too long"):
             use(recipe, "long")
@@ -144,8 +150,8 @@ def test_a_path_that_is_too_long_is_said(tmp_path: Path, name: str) -> None:
 @pytest.mark.wording
 def test_a_device_that_computes_nothing_is_refused() -> None:
     with pytest.raises(WrongUse, match=r"train\.device=meta"):
-        device_of("meta")
-    assert device_of("cpu").type == "cpu"
+        resolve_device("meta")
+    assert resolve_device("cpu").type == "cpu"
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -170,11 +176,11 @@ def test_weights_of_no_tensor_are_refused(tmp_path: Path, partial: bool) -> None
 def test_a_checkpoint_whose_recipe_lacks_what_is_read_is_refused(recipe: dict[str, Any]) -> None:
     plain: dict[str, Any] = {name: {} for name in COMPONENTS}
     good = {"train": {"batch_size": 4, "microbatches": 1}}
-    assert checked_components({**plain, "recipe": good}, "here")["recipe"] == good
+    assert check_state_components({**plain, "recipe": good}, "here")["recipe"] == good
     with pytest.raises(BadData, match="here is not the state of a run: its recipe has no"):
-        checked_components({**plain, "recipe": recipe}, "here")
+        check_state_components({**plain, "recipe": recipe}, "here")
 
 
 def test_a_curve_of_no_finite_number_is_empty() -> None:
-    assert smooth([]) == []
-    assert smooth([1.0]) == [1.0]
+    assert compute_moving_mean([]) == []
+    assert compute_moving_mean([1.0]) == [1.0]

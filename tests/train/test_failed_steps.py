@@ -20,22 +20,29 @@ from torch import Tensor, nn
 from halfstep import Stepper, distributed
 from halfstep.checkpoint.commit import NotCommitted
 from halfstep.checkpoint.paths import CheckpointDir, Disk
-from halfstep.checkpoint.sealed import MANIFEST, state_of, tensors_of, with_seal
+from halfstep.checkpoint.sealed import MANIFEST, add_seal, name_state_file, name_tensors_file
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe
-from halfstep.guard.verdict import Cause, Culprit, FailedStep, History, ProposedRemedy, Verdict
-from halfstep.precision.island import islands
-from halfstep.precision.precision import precision_named
+from halfstep.guard.verdict import Cause, Culprit, FailedStep, ProposedRemedy, StepHistory, Verdict
+from halfstep.precision.island import find_islands
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.report import StepReport
-from halfstep.step.rerun import ReplayConfig, rerun
+from halfstep.step.rerun import ReplayConfig, rerun_step
 from halfstep.step.step_inputs import StepInputs
 from halfstep.step.window import Window
-from halfstep.train.failed_steps.reading import load_attempt, load_model, read, recorded_in, refuse_earlier, run_of
-from halfstep.train.failed_steps.writing import recording, write
+from halfstep.train.failed_steps.reading import (
+    list_failed_steps,
+    load_attempt,
+    load_recorded_model,
+    read_failed_step,
+    refuse_earlier_format,
+    resolve_run_folder,
+)
+from halfstep.train.failed_steps.writing import build_step_recorder, write_failed_step
 from tests.support.ranks import Ranks
 from tests.support.room import files_of_at_most
 
 CPU = torch.device("cpu")
-RECORD = state_of(0)
+RECORD = name_state_file(0)
 
 
 class Net(nn.Module):
@@ -81,12 +88,12 @@ def troubled(batch: Any = None, model: Net | None = None) -> tuple[Net, FailedSt
     report = stepper.step(loss_fn, bad_batch() if batch is None else batch)
     assert not report.applied
     assert stepper.attempt is not None
-    history = History((1.5, 0.25), (2.0, 1.0), (0.1, 0.1))
+    history = StepHistory((1.5, 0.25), (2.0, 1.0), (0.1, 0.1))
     return model, FailedStep(stepper.attempt, report, "fp32", (), history, verdict_of())
 
 
 def kept(folder: Path, model: nn.Module, trouble: FailedStep, **more: Any) -> CheckpointDir:
-    return write(folder, trouble, model, party=distributed.RankGroup(), **more)
+    return write_failed_step(folder, trouble, model, party=distributed.RankGroup(), **more)
 
 
 def without_tensors(place: CheckpointDir) -> bool:
@@ -107,9 +114,9 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_step_comes_back_to_the_bit(run: Path) -> None:
     model, trouble = troubled()
-    before = rerun(model, trouble.attempt, ReplayConfig(precision_named("fp32")))
-    again = rerun(model, trouble.attempt._replace(microbatches=trouble.attempt.microbatches[:1]), before.config)
-    record = read(kept(run, model, trouble))
+    before = rerun_step(model, trouble.attempt, ReplayConfig(resolve_precision_name("fp32")))
+    again = rerun_step(model, trouble.attempt._replace(microbatches=trouble.attempt.microbatches[:1]), before.config)
+    record = read_failed_step(kept(run, model, trouble))
     recorded = record.step
     assert (recorded.verdict, recorded.history, recorded.precision) == (trouble.verdict, trouble.history, "fp32")
     assert recorded.report._replace(loss=0.0, grad_norm=0.0, parts={}) == trouble.report._replace(
@@ -120,7 +127,7 @@ def test_the_step_comes_back_to_the_bit(run: Path) -> None:
 
     torch.manual_seed(99)
     other = Net()
-    load_model(record, other)
+    load_recorded_model(record, other)
     for (name, own), found in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(own, found), name
     assert torch.equal(other.grown, torch.arange(5.0))
@@ -129,8 +136,8 @@ def test_the_step_comes_back_to_the_bit(run: Path) -> None:
     assert type(attempt.microbatches) is Window
     assert attempt.factors == trouble.attempt.factors
     assert torch.equal(attempt.microbatches[1]["x"].isnan(), bad_batch()[1]["x"].isnan())
-    assert not rerun(other, attempt, before.config).finite
-    half = rerun(other, attempt._replace(microbatches=attempt.microbatches[:1]), before.config)
+    assert not rerun_step(other, attempt, before.config).finite
+    half = rerun_step(other, attempt._replace(microbatches=attempt.microbatches[:1]), before.config)
     assert (half.loss, half.finite) == (again.loss, True), "dropout drew the same numbers"
 
 
@@ -138,15 +145,17 @@ def test_formats_layouts_and_islands_come_back(run: Path) -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     model, trouble = troubled()
     model.a.weight.requires_grad_(False)
-    model.a.weight.data = model.a.weight.data.to(precision_named("bf16").computes.dtype)
+    model.a.weight.data = model.a.weight.data.to(resolve_precision_name("bf16").computes.dtype)
     rest = {"n": 3, "f": math.inf, "a": {1: (), "1": None}}
     attempt = trouble.attempt._replace(microbatches=Window([(image, [torch.tensor([True])], rest)]))
-    record = read(kept(run, model, FailedStep(attempt, trouble.report, "fp16", ("norm",), History(), verdict_of())))
+    record = read_failed_step(
+        kept(run, model, FailedStep(attempt, trouble.report, "fp16", ("norm",), StepHistory(), verdict_of()))
+    )
     other = Net()
-    load_model(record, other)
+    load_recorded_model(record, other)
     assert other.a.weight.dtype == model.a.weight.dtype
     assert torch.equal(other.a.weight, model.a.weight)
-    assert list(islands(other)) == ["norm"]
+    assert list(find_islands(other)) == ["norm"]
     ((found, (flag,), others),) = load_attempt(record, 0, loss_fn, CPU).microbatches
     assert found.stride() == image.stride()
     assert torch.equal(found, image)
@@ -157,7 +166,7 @@ def test_formats_layouts_and_islands_come_back(run: Path) -> None:
 def test_a_batch_that_was_written_to_is_said_to_be(run: Path) -> None:
     model, trouble = troubled()
     trouble.attempt.microbatches[0]["x"].zero_()
-    assert read(kept(run, model, trouble)).step.batch_changed
+    assert read_failed_step(kept(run, model, trouble)).step.batch_changed
 
 
 # -- what cannot be kept ----------------------------------------------------------------------------------------------
@@ -167,9 +176,9 @@ def test_a_batch_that_was_written_to_is_said_to_be(run: Path) -> None:
 def test_a_batch_of_other_things_is_recorded_without(run: Path) -> None:
     model, trouble = troubled()
     odd = trouble.attempt._replace(microbatches=[{"x": object()}])
-    place = kept(run, model, FailedStep(odd, trouble.report, "fp32", (), History(), verdict_of()))
+    place = kept(run, model, FailedStep(odd, trouble.report, "fp32", (), StepHistory(), verdict_of()))
     assert without_tensors(place)
-    record = read(place).step
+    record = read_failed_step(place).step
     assert "contains a object" in record.without
     assert record.verdict == trouble.verdict
 
@@ -178,7 +187,9 @@ def test_a_batch_of_other_things_is_recorded_without(run: Path) -> None:
 def test_a_type_that_no_file_knows_is_recorded_without(run: Path) -> None:
     model, trouble = troubled()
     odd = trouble.attempt._replace(microbatches=[torch.ones(2, dtype=torch.complex64)])
-    record = read(kept(run, model, FailedStep(odd, trouble.report, "fp32", (), History(), verdict_of())))
+    record = read_failed_step(
+        kept(run, model, FailedStep(odd, trouble.report, "fp32", (), StepHistory(), verdict_of()))
+    )
     assert "complex64" in record.step.without
 
 
@@ -190,28 +201,32 @@ class Broken(dict[str, Any]):
 def test_a_batch_that_breaks_when_it_is_looked_at_is_recorded_without(run: Path) -> None:
     model, trouble = troubled()
     odd = trouble.attempt._replace(microbatches=[Broken(x=1)])
-    record = read(kept(run, model, FailedStep(odd, trouble.report, "fp32", (), History(), verdict_of())))
+    record = read_failed_step(
+        kept(run, model, FailedStep(odd, trouble.report, "fp32", (), StepHistory(), verdict_of()))
+    )
     assert record.step.without == "a batch that cannot be looked at"
 
 
 def test_what_is_too_large_is_recorded_without(run: Path) -> None:
     model, trouble = troubled()
     place = kept(run, model, trouble, most=1000)
-    assert "at most 1000 B are kept" in read(place).step.without
+    assert "at most 1000 B are kept" in read_failed_step(place).step.without
     assert without_tensors(place)
 
 
 def test_an_empty_batch_is_kept(run: Path) -> None:
     model, trouble = troubled()
     empty = trouble.attempt._replace(microbatches=Window([{"x": torch.empty(0, 4)}]))
-    record = read(kept(run, model, FailedStep(empty, trouble.report, "fp32", (), History(), verdict_of())))
+    record = read_failed_step(
+        kept(run, model, FailedStep(empty, trouble.report, "fp32", (), StepHistory(), verdict_of()))
+    )
     assert load_attempt(record, 0, loss_fn, CPU).microbatches[0]["x"].shape == (0, 4)
 
 
 def test_a_full_disk_costs_the_record_and_not_the_run(run: Path) -> None:
     model, trouble = troubled()
     told: list[tuple[str, str]] = []
-    record = recording(run, model, lambda text, level: told.append((level, text)))
+    record = build_step_recorder(run, model, lambda text, level: told.append((level, text)))
     with files_of_at_most(100):
         record(trouble)
     assert list((run / "failed_steps").iterdir()) == []
@@ -219,7 +234,7 @@ def test_a_full_disk_costs_the_record_and_not_the_run(run: Path) -> None:
     assert [level for level, _ in told] == ["warning", "info"]
     assert "attempt 2 was not recorded: File too large" in told[0][1]
     assert told[1][1].endswith(f"halfstep replay {run}")
-    assert read(recorded_in(run)[0]).step.report.attempt == 2
+    assert read_failed_step(list_failed_steps(run)[0]).step.report.attempt == 2
 
 
 class Failing(Disk):
@@ -245,18 +260,20 @@ class Failing(Disk):
 def test_wherever_it_stops_what_was_there_is_whole(run: Path) -> None:
     model, trouble = troubled()
     first = kept(run, model, trouble)
-    second = FailedStep(trouble.attempt, trouble.report._replace(attempt=7), "fp32", (), History(), verdict_of())
+    second = FailedStep(trouble.attempt, trouble.report._replace(attempt=7), "fp32", (), StepHistory(), verdict_of())
     for at in range(1, 60):
         disk = Failing(at)
         try:
             place = kept(run, model, second, disk=disk)
         except NotCommitted:
-            assert all(read(one).step.report.attempt == 7 for one in recorded_in(run) if one.attempt == 7)
+            assert all(
+                read_failed_step(one).step.report.attempt == 7 for one in list_failed_steps(run) if one.attempt == 7
+            )
         else:
-            assert read(place).step.report.attempt == 7
+            assert read_failed_step(place).step.report.attempt == 7
             if disk.left > 0:
                 break
-        load_model(read(first), Net())
+        load_recorded_model(read_failed_step(first), Net())
     assert at > 15
     assert [path.name for path in (run / "failed_steps").iterdir() if path.name.endswith(".tmp")] == []
 
@@ -268,8 +285,8 @@ def numbered(run: Path, *causes: Cause) -> list[int]:
     model, trouble = troubled()
     for attempt, cause in enumerate(causes, start=1):
         report = trouble.report._replace(attempt=attempt)
-        kept(run, model, FailedStep(trouble.attempt, report, "fp32", (), History(), verdict_of(cause)))
-    return [place.attempt for place in recorded_in(run)]
+        kept(run, model, FailedStep(trouble.attempt, report, "fp32", (), StepHistory(), verdict_of(cause)))
+    return [place.attempt for place in list_failed_steps(run)]
 
 
 def test_the_oldest_of_a_cause_goes_first(run: Path) -> None:
@@ -282,28 +299,32 @@ def test_of_four_causes_the_oldest_goes(run: Path) -> None:
 
 def test_a_damaged_one_goes_before_any_other(run: Path) -> None:
     assert numbered(run, "precision", "data", "divergence") == [1, 2, 3]
-    (recorded_in(run)[1].path / RECORD).write_text("{}")
+    (list_failed_steps(run)[1].path / RECORD).write_text("{}")
     model, trouble = troubled()
     report = trouble.report._replace(attempt=9)
-    kept(run, model, FailedStep(trouble.attempt, report, "fp32", (), History(), verdict_of("precision")))
-    assert [place.attempt for place in recorded_in(run)] == [1, 3, 9]
+    kept(run, model, FailedStep(trouble.attempt, report, "fp32", (), StepHistory(), verdict_of("precision")))
+    assert [place.attempt for place in list_failed_steps(run)] == [1, 3, 9]
 
 
 def test_one_of_another_version_does_not_go_as_a_damaged_one_would(run: Path) -> None:
     assert numbered(run, "precision", "data", "divergence") == [1, 2, 3]
-    changed(recorded_in(run)[1], _set("manifest", "format", 1))
+    changed(list_failed_steps(run)[1], _set("manifest", "format", 1))
     model, trouble = troubled()
     report = trouble.report._replace(attempt=9)
-    kept(run, model, FailedStep(trouble.attempt, report, "fp32", (), History(), verdict_of("precision")))
-    assert [place.attempt for place in recorded_in(run)] == [2, 3, 9]
+    kept(run, model, FailedStep(trouble.attempt, report, "fp32", (), StepHistory(), verdict_of("precision")))
+    assert [place.attempt for place in list_failed_steps(run)] == [2, 3, 9]
 
 
 def test_a_step_that_is_attempted_again_replaces_its_record(run: Path) -> None:
     model, trouble = troubled()
     kept(run, model, trouble)
-    kept(run, model, FailedStep(trouble.attempt, trouble.report, "bf16", (), History(), verdict_of("not_reproducible")))
+    kept(
+        run,
+        model,
+        FailedStep(trouble.attempt, trouble.report, "bf16", (), StepHistory(), verdict_of("not_reproducible")),
+    )
     assert [path.name for path in (run / "failed_steps").iterdir()] == ["step-00000002.0002"]
-    assert read(recorded_in(run)[0]).step.precision == "bf16"
+    assert read_failed_step(list_failed_steps(run)[0]).step.precision == "bf16"
 
 
 # -- damage and malice ------------------------------------------------------------------------------------------------
@@ -315,13 +336,13 @@ def place(run: Path) -> CheckpointDir:
 
 
 def used(place: CheckpointDir) -> None:
-    record = read(place)
-    load_model(record, Net())
+    record = read_failed_step(place)
+    load_recorded_model(record, Net())
     load_attempt(record, 0, loss_fn, CPU)
 
 
 @pytest.mark.wording
-@pytest.mark.parametrize("name", [RECORD, MANIFEST, tensors_of(0)])
+@pytest.mark.parametrize("name", [RECORD, MANIFEST, name_tensors_file(0)])
 def test_every_change_is_seen(place: CheckpointDir, name: str) -> None:
     path = place.path / name
     whole = path.read_bytes()
@@ -351,7 +372,7 @@ def changed(place: CheckpointDir, change: Callable[[dict[str, Any]], None]) -> N
     if RECORD in manifest["files"]:
         manifest["files"][RECORD] = [len(text), hashlib.sha256(text).hexdigest()]
     manifest.pop("seal")
-    (place.path / MANIFEST).write_bytes(with_seal(manifest))
+    (place.path / MANIFEST).write_bytes(add_seal(manifest))
 
 
 def _set(*way: Any) -> Callable[[dict[str, Any]], None]:
@@ -369,7 +390,7 @@ HOSTILE = {
     "a file outside": _set("manifest", "files", "../../secret.safetensors", [1, "0" * 64]),
     "an absolute file": _set("manifest", "files", "/etc/passwd", [1, "0" * 64]),
     "files that are a list": _set("manifest", "files", []),
-    "a size that is a text": _set("manifest", "files", tensors_of(0), ["1", "0" * 64]),
+    "a size that is a text": _set("manifest", "files", name_tensors_file(0), ["1", "0" * 64]),
     "no step": _set("record", None),
     "no report": _set("record", "report", {}),
     "an attempt below zero": _set("record", "report", "attempt", -1),
@@ -420,9 +441,9 @@ def test_a_record_that_is_no_json_object_is_refused(place: CheckpointDir, name: 
         if name == RECORD:
             manifest["files"][RECORD] = [len(text), hashlib.sha256(text).hexdigest()]
             manifest.pop("seal", None)
-            (place.path / MANIFEST).write_bytes(with_seal(manifest))
+            (place.path / MANIFEST).write_bytes(add_seal(manifest))
         with pytest.raises(BadData):
-            read(place)
+            read_failed_step(place)
 
 
 @pytest.mark.wording
@@ -430,7 +451,7 @@ def test_a_record_that_is_no_json_object_is_refused(place: CheckpointDir, name: 
 def test_another_form_says_so(place: CheckpointDir, form: int, whose: str) -> None:
     changed(place, _set("record", "format", form))
     with pytest.raises(StateMismatch, match=f"in form {form} by {whose} halfstep"):
-        read(place)
+        read_failed_step(place)
 
 
 @pytest.mark.wording
@@ -442,29 +463,29 @@ def test_an_earlier_form_is_refused_by_name(tmp_path: Path, form: int) -> None:
     places = [tmp_path] if form == 1 else [tmp_path, old]
     for place in places:
         with pytest.raises(StateMismatch, match=rf"{old.parent} contains failed steps of an earlier halfstep"):
-            refuse_earlier(place)
+            refuse_earlier_format(place)
     kept(tmp_path, *troubled())
-    refuse_earlier(tmp_path)
+    refuse_earlier_format(tmp_path)
 
 
 @pytest.mark.wording
 def test_a_pickle_beside_it_is_never_read(place: CheckpointDir) -> None:
     (place.path / "helper.bin").write_bytes(pickle.dumps([print] * 20))
     with pytest.raises(Unsafe, match="can run code"):
-        read(place)
+        read_failed_step(place)
 
 
 @pytest.mark.wording
 def test_links_lead_nowhere(run: Path, place: CheckpointDir, tmp_path: Path) -> None:
     elsewhere = place.path.rename(tmp_path / "elsewhere")
     place.path.symlink_to(elsewhere)
-    assert recorded_in(run) == []
+    assert list_failed_steps(run) == []
     with pytest.raises(BadData, match="a link"):
-        read(place)
+        read_failed_step(place)
     place.path.unlink()
     elsewhere.rename(place.path)
-    (place.path / tensors_of(0)).rename(tmp_path / "weights")
-    (place.path / tensors_of(0)).symlink_to(tmp_path / "weights")
+    (place.path / name_tensors_file(0)).rename(tmp_path / "weights")
+    (place.path / name_tensors_file(0)).symlink_to(tmp_path / "weights")
     with pytest.raises(BadData):
         used(place)
 
@@ -474,19 +495,19 @@ def test_another_model_is_refused_and_not_touched(place: CheckpointDir) -> None:
     model = Net(width=9)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(StateMismatch, match="another model"):
-        load_model(read(place), model)
+        load_recorded_model(read_failed_step(place), model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     model = Net()
     model.register_buffer("extra", torch.ones(1))
     with pytest.raises(StateMismatch, match=r"1 of its tensors are missing(.|\n)*extra"):
-        load_model(read(place), model)
+        load_recorded_model(read_failed_step(place), model)
 
 
 def test_the_run_of_a_failed_step_is_found(place: CheckpointDir, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_of(place.path) == run
-    assert run_of(run) == run
+    assert resolve_run_folder(place.path) == run
+    assert resolve_run_folder(run) == run
     monkeypatch.chdir(run / "failed_steps")
-    assert run_of(Path(place.name)) == run
+    assert resolve_run_folder(Path(place.name)) == run
 
 
 # -- several processes ------------------------------------------------------------------------------------------------
@@ -500,15 +521,15 @@ def _record_on(rank: int, folder: str, odd: int | None) -> list[str]:
     microbatches = [{"x": object()}] if rank == odd else batch
     attempt = StepInputs(loss_fn, microbatches, None, draws, {}, ())
     report = StepReport(1, 2, False, "loss_not_finite", False, math.nan, math.nan, 1.0, {})
-    trouble = FailedStep(attempt, report, "fp32", (), History(), verdict_of())
+    trouble = FailedStep(attempt, report, "fp32", (), StepHistory(), verdict_of())
     told: list[str] = []
-    recording(Path(folder), model, lambda text, level: told.append(level))(trouble)
+    build_step_recorder(Path(folder), model, lambda text, level: told.append(level))(trouble)
     return told
 
 
 def test_each_process_keeps_its_own_batch(run: Path, on_ranks: Ranks) -> None:
     assert on_ranks(_record_on, str(run), None) == [["info"], ["info"]]
-    record = read(recorded_in(run)[0])
+    record = read_failed_step(list_failed_steps(run)[0])
     assert record.ranks == 2
     for rank in (0, 1):
         found = load_attempt(record, rank, loss_fn, CPU).microbatches
@@ -518,8 +539,8 @@ def test_each_process_keeps_its_own_batch(run: Path, on_ranks: Ranks) -> None:
 @pytest.mark.wording
 def test_a_batch_of_one_process_that_cannot_be_kept_is_everyones(run: Path, on_ranks: Ranks) -> None:
     assert on_ranks(_record_on, str(run), 1) == [["info"], ["info"]]
-    assert without_tensors(recorded_in(run)[0])
-    assert "contains a object" in read(recorded_in(run)[0]).step.without
+    assert without_tensors(list_failed_steps(run)[0])
+    assert "contains a object" in read_failed_step(list_failed_steps(run)[0]).step.without
 
 
 def test_a_failure_of_one_process_is_told_by_all(run: Path, on_ranks: Ranks) -> None:

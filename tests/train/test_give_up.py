@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 
 from halfstep.guard.alarms.spike import REFUSED
-from halfstep.journal.jsonl import JOURNAL, as_line
+from halfstep.journal.jsonl import JOURNAL, format_event_line
 from halfstep.recipe.sources import read_recipe
-from halfstep.train.give_up import ACCEPT, Losses, command_line, fit_command, launcher, lower_lr, recipe_lr
+from halfstep.train.give_up import (
+    ACCEPT,
+    LossHistory,
+    build_launcher_words,
+    build_resume_command,
+    format_fit_call,
+    read_recipe_lr,
+    suggest_lower_lr,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,38 +35,38 @@ from halfstep.train.give_up import ACCEPT, Losses, command_line, fit_command, la
     ],
 )
 def test_a_rate_that_is_worth_a_try(rate: float, rates: tuple[float, ...], in_recipe: float, suggested: str) -> None:
-    assert lower_lr(rate, rates, in_recipe) == suggested
+    assert suggest_lower_lr(rate, rates, in_recipe) == suggested
 
 
 def test_the_rate_that_the_recipe_has(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("task: tiny\noptimizer: {lr: 3e-4}\n")
     (tmp_path / "b.yaml").write_text("task: tiny\n")
-    assert recipe_lr(f"halfstep train {tmp_path}/a.yaml --lr 5") == 3e-4
-    assert recipe_lr(f"halfstep train {tmp_path}/b.yaml") is None
-    assert recipe_lr(f"halfstep train {tmp_path}/gone.yaml") is None
-    assert recipe_lr(fit_command(tmp_path / "a.yaml")) == 3e-4
-    assert recipe_lr(fit_command({"task": "tiny"})) is None
-    assert recipe_lr("halfstep.fit(broken") is None
-    assert recipe_lr("halfstep train") is None
-    assert recipe_lr("halfstep train classification_tiny --lr 1e6") == 2e-3
+    assert read_recipe_lr(f"halfstep train {tmp_path}/a.yaml --lr 5") == 3e-4
+    assert read_recipe_lr(f"halfstep train {tmp_path}/b.yaml") is None
+    assert read_recipe_lr(f"halfstep train {tmp_path}/gone.yaml") is None
+    assert read_recipe_lr(format_fit_call(tmp_path / "a.yaml")) == 3e-4
+    assert read_recipe_lr(format_fit_call({"task": "tiny"})) is None
+    assert read_recipe_lr("halfstep.fit(broken") is None
+    assert read_recipe_lr("halfstep train") is None
+    assert read_recipe_lr("halfstep train classification_tiny --lr 1e6") == 2e-3
 
 
 def test_python_and_the_command_line_advise_the_same_rate(tmp_path: Path) -> None:
     typed = "halfstep train segmentation_tiny --learning-rate 1e4 --per_device_train_batch_size 4"
-    called = fit_command("segmentation_tiny")
-    rates = [float(lower_lr(1e4, (1e4,), recipe_lr(command))) for command in (typed, called)]
+    called = format_fit_call("segmentation_tiny")
+    rates = [float(suggest_lower_lr(1e4, (1e4,), read_recipe_lr(command))) for command in (typed, called)]
     assert rates[0] == rates[1] == read_recipe("segmentation_tiny").raw["optimizer"]["lr"]
     changes = {"optimizer.lr": rates[0]}
-    assert command_line(tmp_path, typed, changes, None) == (
+    assert build_resume_command(tmp_path, typed, changes, None) == (
         f"halfstep train segmentation_tiny --per_device_train_batch_size 4 optimizer.lr={rates[0]:g}"
     )
-    advice = command_line(tmp_path, called, changes, ACCEPT)
+    advice = build_resume_command(tmp_path, called, changes, ACCEPT)
     assert advice == f"halfstep.fit('segmentation_tiny', settings={changes!r}, accept_recipe_change=True)"
 
 
 def test_as_many_processes_as_before() -> None:
-    assert launcher(1) == ["halfstep"]
-    assert launcher(2) == ["torchrun", "--nproc-per-node", "2", "-m", "halfstep"]
+    assert build_launcher_words(1) == ["halfstep"]
+    assert build_launcher_words(2) == ["torchrun", "--nproc-per-node", "2", "-m", "halfstep"]
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
@@ -67,16 +75,16 @@ def test_as_many_processes_as_before() -> None:
 NOT_FINITE = "loss_not_finite"
 
 
-def told(folder: Path, *steps: tuple[Any, str | None]) -> Losses:
+def told(folder: Path, *steps: tuple[Any, str | None]) -> LossHistory:
     lines = [
-        as_line({"event": "step", "attempt": n, "loss": loss, "applied": reason is None, "reason": reason})
+        format_event_line({"event": "step", "attempt": n, "loss": loss, "applied": reason is None, "reason": reason})
         for n, (loss, reason) in enumerate(steps, start=1)
     ]
     (folder / JOURNAL).write_text("".join(lines))
-    return Losses(folder)
+    return LossHistory(folder)
 
 
-def ruined(losses: Losses, most: int = 9) -> list[int]:
+def ruined(losses: LossHistory, most: int = 9) -> list[int]:
     return [attempt for attempt in range(most) if losses.ruined(attempt)]
 
 
@@ -103,8 +111,8 @@ def test_a_loss_below_zero(tmp_path: Path) -> None:
 
 
 def test_no_journal_and_a_damaged_one(tmp_path: Path) -> None:
-    assert ruined(Losses(tmp_path)) == []
+    assert ruined(LossHistory(tmp_path)) == []
     (tmp_path / JOURNAL).write_text(
         '{"event": "step", "attempt": "x"}\n{"event": "step"}\nno\n{"event":"step","attempt":1}\n'
     )
-    assert ruined(Losses(tmp_path)) == []
+    assert ruined(LossHistory(tmp_path)) == []

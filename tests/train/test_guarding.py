@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from faults.refit import refit
-from halfstep.checkpoint.paths import CHECKPOINTS, generations, set_aside
-from halfstep.checkpoint.reading import newest_intact
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations, list_set_aside
+from halfstep.checkpoint.reading import find_newest_intact
 from halfstep.errors import BadData, Diverged, StateMismatch, Stopped
 from halfstep.train.loop import Loop
-from halfstep.train.resume import find
+from halfstep.train.resume import find_checkpoint
 from tests.support.combinations import one_per_value
 from tests.support.digest import digest_of
 from tests.support.tiny_task import Tiny
@@ -37,7 +37,7 @@ def _ask(now: bool) -> None:
 
 
 def state_of(folder: Path) -> Any:
-    found = find(folder / "run")
+    found = find_checkpoint(folder / "run")
     assert found is not None
     return found.state
 
@@ -211,7 +211,7 @@ def test_the_last_good_checkpoint_stays_the_newest(tmp_path: Path, onset: int, m
     with every_loop(rate_times(1e5, since=onset)), pytest.raises(Diverged) as caught:
         fit(tmp_path, precision="fp32", guard=mode, guard__spikes="refuse", guard__rollbacks=1)
     place = tmp_path / "run" / CHECKPOINTS
-    verdict, damaged = newest_intact(place)
+    verdict, damaged = find_newest_intact(place)
     assert verdict is not None
     assert not damaged
     # The end of an epoch, the twenty-fourth step, is saved, too.
@@ -224,13 +224,13 @@ def test_the_last_good_checkpoint_stays_the_newest(tmp_path: Path, onset: int, m
     assert events(tmp_path / "run", "end")[-1]["checkpoint"] == verdict.generation.name
     run = fit(tmp_path, precision="fp32", guard=mode, optimizer__lr=0.001, accept=True)
     assert run.reason == "finished"
-    assert all(one.attempt >= verdict.generation.attempt for one in generations(place))
-    assert len(set_aside(place)) <= 3
+    assert all(one.attempt >= verdict.generation.attempt for one in list_generations(place))
+    assert len(list_set_aside(place)) <= 3
 
 
 def test_samples_that_are_not_finite_hold_no_checkpoint_back(tmp_path: Path) -> None:
     fit(tmp_path, precision="fp32", data__nan=[0, 1, 2], checkpoint__every_steps=1, checkpoint__keep=100)
-    attempts = sorted(one.attempt for one in generations(tmp_path / "run" / CHECKPOINTS))
+    attempts = sorted(one.attempt for one in list_generations(tmp_path / "run" / CHECKPOINTS))
     assert attempts == list(range(1, 37))
 
 
@@ -251,8 +251,8 @@ def test_where_the_only_checkpoint_is_spoilt_the_run_begins_again(tmp_path: Path
             train__steps=90,
             checkpoint__every_steps=30,
         )
-    assert [one.attempt for one in generations(tmp_path / "run" / CHECKPOINTS)] == [30]
-    assert not set_aside(tmp_path / "run" / CHECKPOINTS)
+    assert [one.attempt for one in list_generations(tmp_path / "run" / CHECKPOINTS)] == [30]
+    assert not list_set_aside(tmp_path / "run" / CHECKPOINTS)
     assert "must start again" in str(caught.value)
     assert caught.value.do.endswith("new=True)")
 
@@ -265,7 +265,7 @@ def test_a_run_that_is_stopped_while_steps_fail_keeps_its_last_good_checkpoint(t
 
     with every_loop(both), pytest.raises(Stopped, match=r"step-00000025"):
         fit(tmp_path, precision="fp32")
-    assert generations(tmp_path / "run" / CHECKPOINTS)[0].attempt == 25
+    assert list_generations(tmp_path / "run" / CHECKPOINTS)[0].attempt == 25
     assert fit(tmp_path, precision="fp32").reason == "finished"
 
 
@@ -289,5 +289,5 @@ def test_while_losses_are_far_above_the_usual_no_checkpoint_is_written(tmp_path:
     known = told["facts"]["attempt"]
     assert 30 <= known <= 33
     # The one that says what it is, and two after it: three that are usual.
-    attempts = {one.attempt for one in generations(tmp_path / "run" / CHECKPOINTS)}
+    attempts = {one.attempt for one in list_generations(tmp_path / "run" / CHECKPOINTS)}
     assert attempts == set(range(1, 37)) - set(range(26, known + 2))

@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.errors import HalfstepError
-from halfstep.train.weights import digest
+from halfstep.train.weights import compute_weights_digest
 from tests.support.ranks import Ranks
 from tests.support.tiny_task import Tiny
 from tests.support.troubled import InOneModule, InTheLoss, every_loop, fit, rate_times
@@ -44,8 +44,8 @@ def run_on(rank: int, folder: str, task: str, settings: dict[str, Any], times: f
             run = fit(place, TASKS[task], **shared)
         except HalfstepError as error:
             said = str(error).replace(str(place), "")  # each rank has a copy of the recipe
-            return {"code": error.exit_code, "said": said, "weights": digest(loops[0].model)}
-    return {"steps": run.steps, "precision": run.precision, "weights": digest(loops[0].model)}
+            return {"code": error.exit_code, "said": said, "weights": compute_weights_digest(loops[0].model)}
+    return {"steps": run.steps, "precision": run.precision, "weights": compute_weights_digest(loops[0].model)}
 
 
 @pytest.mark.parametrize("task", ["InOneModule", pytest.param("InTheLoss", marks=pytest.mark.full), "OnOneRank"])
@@ -65,7 +65,7 @@ def test_both_give_up_at_the_same_step_with_the_same_checkpoint(on_ranks: Ranks,
     one, other = on_ranks(run_on, str(tmp_path), "Tiny", settings, 1e5)
     assert one == other
     assert one["code"] == 80, one
-    newest = generations(tmp_path / "run" / CHECKPOINTS)[0]
+    newest = list_generations(tmp_path / "run" / CHECKPOINTS)[0]
     assert newest.attempt == 30
     assert newest.name in one["said"]
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from halfstep.checkpoint.paths import CHECKPOINTS, generations, set_aside
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations, list_set_aside
 from halfstep.errors import Diverged, Stopped
 from halfstep.runs.finished import open_finished
 from halfstep.train.loop import Loop
-from halfstep.train.resume import find
+from halfstep.train.resume import find_checkpoint
 from tests.support.tiny_task import Tiny
 from tests.support.troubled import InOneModule, before_steps, every_loop, fit, rate_times
 from tests.train.test_loop import events
@@ -42,7 +42,7 @@ def failing_since(attempt: int) -> Any:
 
 
 def attempts(folder: Path) -> list[int]:
-    return [one.attempt for one in generations(folder / "run" / CHECKPOINTS)]
+    return [one.attempt for one in list_generations(folder / "run" / CHECKPOINTS)]
 
 
 def both(*changes: Any) -> Any:
@@ -80,13 +80,13 @@ def test_one_that_no_step_was_applied_after_is_set_aside_where_an_older_one_is(t
         fit(tmp_path, precision="fp32")
     assert "accept_recipe_change=True" in caught.value.do
     assert attempts(tmp_path) == [5]
-    assert len(set_aside(tmp_path / "run" / CHECKPOINTS)) == 1
+    assert len(list_set_aside(tmp_path / "run" / CHECKPOINTS)) == 1
 
 
 def test_skips_under_the_old_settings_are_not_counted_under_the_new_ones(tmp_path: Path) -> None:
     with every_loop(both(failing_since(3), stop_before(5))), pytest.raises(Stopped):
         fit(tmp_path, precision="fp32", checkpoint__every_steps=30)
-    found = find(tmp_path / "run")
+    found = find_checkpoint(tmp_path / "run")
     assert found is not None
     assert found.state.guards["guardian"]["skips"]["in_a_row"] >= 2
     with pytest.raises(Diverged):
@@ -109,7 +109,7 @@ def test_weights_that_were_ruined_long_before_they_failed_are_no_good_checkpoint
     assert "with a lower learning rate" in str(caught.value)
     assert "continue from an earlier checkpoint" not in str(caught.value)
     assert attempts(tmp_path)[0] == 7
-    assert len(set_aside(tmp_path / "run" / CHECKPOINTS)) == 2, "they are bounded"
+    assert len(list_set_aside(tmp_path / "run" / CHECKPOINTS)) == 2, "they are bounded"
     run = fit(tmp_path, precision="fp32", checkpoint__every_steps=1, optimizer__lr=1e-3, accept=True)
     assert run.metrics["loss"] < 1
 
@@ -142,14 +142,14 @@ def test_cures_stay_in_the_result_of_a_run_that_is_finished_without_a_guard(tmp_
 
 
 def test_an_unfinished_run_is_opened_with_its_cures(tmp_path: Path) -> None:
-    from halfstep.precision.island import islands
+    from halfstep.precision.island import find_islands
 
     with pytest.raises(Stopped), every_loop(stop_before(17)):
         fit(tmp_path, InOneModule, guard="repair")
     opened = open_finished(tmp_path / "run", weights="last", precision=None, own=InOneModule)
-    assert list(islands(opened.model)) == ["2"]
+    assert list(find_islands(opened.model)) == ["2"]
     opened = open_finished(tmp_path / "run", weights="last", precision="bf16", own=InOneModule)
-    assert not list(islands(opened.model))
+    assert not list(find_islands(opened.model))
 
 
 # -- weights in trouble -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 import halfstep
 from faults.bad_images import BOMBS, DAMAGED
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.data import choose_order, order
 from halfstep.data.dataset import BadSample
 from halfstep.data.shards import Shards
@@ -52,7 +52,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def cut(run: Path, after: int) -> None:
     """Leave what a launch that was killed after so many steps leaves."""
     (run / "result.json").unlink(missing_ok=True)
-    for one in generations(run / CHECKPOINTS):
+    for one in list_generations(run / CHECKPOINTS):
         if one.attempt > after:
             shutil.rmtree(one.path)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.image import PeakSignalNoiseRatio as TheirRatio
 
-from halfstep.checkpoint.packing import pack, unpack
+from halfstep.checkpoint.packing import pack_state, unpack_state
 from halfstep.errors import StateMismatch
 from halfstep.tasks.shared.confusion import Overlap
 from halfstep.train.epoch_metrics import EpochMetrics
-from halfstep.train.evaluation import values
+from halfstep.train.evaluation import compute_metric_values
 from halfstep.train.metrics import Metrics, PeakSignalNoiseRatio, TopK
 
 CLASSES, IGNORED = 7, 255
@@ -86,13 +86,13 @@ def test_metrics_hear_what_they_have_a_name_for() -> None:
     metrics = Metrics({"top1": TopK(1), "psnr": PeakSignalNoiseRatio((0.0, 1.0))})
     scores, label = scored(0)
     metrics.update(scores=scores, label=label, preds=torch.zeros(4), target=torch.ones(4))
-    assert values(metrics)["psnr"] == 0.0
-    assert values(metrics)["top1"] == (scores.argmax(1) == label).double().mean().item()
-    assert values(Metrics()) == {}
+    assert compute_metric_values(metrics)["psnr"] == 0.0
+    assert compute_metric_values(metrics)["top1"] == (scores.argmax(1) == label).double().mean().item()
+    assert compute_metric_values(Metrics()) == {}
 
 
 def test_nothing_heard_is_no_number() -> None:
-    found = values(together())
+    found = compute_metric_values(together())
     assert set(found) == {"top1", "top5", "iou", "dice"}
     assert all(math.isnan(number) for number in found.values())
 
@@ -100,12 +100,12 @@ def test_nothing_heard_is_no_number() -> None:
 def test_a_reset_forgets_and_leaves_what_was_read_alone() -> None:
     metrics = together()
     heard(metrics, 0)
-    before, kept = values(metrics), metrics["top1"].metric_state["samples"]
+    before, kept = compute_metric_values(metrics), metrics["top1"].metric_state["samples"]
     metrics.reset()
     assert kept.item() == 33
     assert metrics["top1"].metric_state["samples"].item() == 0
     heard(metrics, 0)
-    assert values(metrics) == before
+    assert compute_metric_values(metrics) == before
 
 
 @pytest.mark.parametrize("cut", range(4))
@@ -114,14 +114,14 @@ def test_an_epoch_that_is_cut_adds_up_to_the_bit(cut: int) -> None:
     for tally, seeds in ((whole, range(3)), (first, range(cut))):
         for seed in seeds:
             heard(tally.metrics, seed)
-    plain, tensors = pack(first.state_dict(), "epoch")
-    state = unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()}, "here")
+    plain, tensors = pack_state(first.state_dict(), "epoch")
+    state = unpack_state(plain, {name: tensor.clone() for name, tensor in tensors.items()}, "here")
     second.check_state(state)
     second.load_state_dict(state)
     for seed in range(cut, 3):
         heard(second.metrics, seed)
-    assert values(second.metrics)["iou"] > 0
-    assert values(second.metrics) == values(whole.metrics)
+    assert compute_metric_values(second.metrics)["iou"] > 0
+    assert compute_metric_values(second.metrics) == compute_metric_values(whole.metrics)
 
 
 @pytest.mark.wording

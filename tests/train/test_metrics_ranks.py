@@ -9,7 +9,7 @@ import torch
 
 from halfstep import distributed
 from halfstep.tasks.shared.confusion import Overlap
-from halfstep.train.evaluation import values
+from halfstep.train.evaluation import compute_metric_values
 from halfstep.train.metrics import Metrics, TopK
 from tests.support.ranks import Ranks
 
@@ -31,14 +31,14 @@ def over(seeds: list[int]) -> dict[str, float]:
     metrics, table = together(), Metrics({"overlap": Overlap(list("abcdefg"), 255)})
     for seed in seeds:
         heard(metrics, table, seed)
-    return values(metrics) | values(table)
+    return compute_metric_values(metrics) | compute_metric_values(table)
 
 
 def over_processes(rank: int) -> dict[str, Any]:
     large = torch.tensor([2**53 + rank])  # more than float64 can count
     return {
         **over([seed for seed in range(3) if seed % 2 == rank]),
-        "sum": distributed.summed(large).tolist(),
+        "sum": distributed.sum_tensor_over_ranks(large).tolist(),
         "own": large.item(),
     }
 

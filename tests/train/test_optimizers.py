@@ -13,8 +13,8 @@ import halfstep
 from halfstep.errors import BadRecipe, WrongUse
 from halfstep.recipe.schema import OptimizerOptions
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import resolved_recipe
-from halfstep.train.optimizers import make_optimizer, moments_of
+from halfstep.runs.resolve import resolve_run_recipe
+from halfstep.train.optimizers import count_optimizer_moments, make_optimizer
 
 NAMES = get_args(OptimizerOptions.model_fields["name"].annotation)
 REFUSED = {"lbfgs", "sparseadam"}
@@ -50,14 +50,14 @@ def test_every_optimizer_of_torch_has_a_name_or_a_reason() -> None:
 @pytest.mark.parametrize("name", ["lbfgs", "LBFGS", "sparseadam", "SparseAdam"])
 def test_what_cannot_train_here_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(BadRecipe) as caught:
-        resolved_recipe(read_recipe("segmentation_tiny"), {"optimizer.name": name})
+        resolve_run_recipe(read_recipe("segmentation_tiny"), {"optimizer.name": name})
     assert "gradients" in caught.value.given or "several times" in caught.value.given
     assert "adamw" in caught.value.do
 
 
 def test_the_names_of_torchs_classes_are_understood() -> None:
-    assert resolved_recipe(read_recipe("segmentation_tiny"), ["--optim", "AdamW"]).recipe.optimizer.name == "adamw"
-    assert resolved_recipe(read_recipe("segmentation_tiny"), ["optimizer.name=Muon"]).recipe.optimizer.name == "muon"
+    assert resolve_run_recipe(read_recipe("segmentation_tiny"), ["--optim", "AdamW"]).recipe.optimizer.name == "adamw"
+    assert resolve_run_recipe(read_recipe("segmentation_tiny"), ["optimizer.name=Muon"]).recipe.optimizer.name == "muon"
 
 
 # -- muon -------------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest_as_two_optimizers_would() ->
         _update(two, muon, adamw)
     for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    assert moments_of(_options()) == 2
+    assert count_optimizer_moments(_options()) == 2
 
 
 def test_muon_goes_on_from_its_saved_state_bit_for_bit() -> None:

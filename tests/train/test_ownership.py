@@ -21,23 +21,23 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import files
-from halfstep.checkpoint.paths import CHECKPOINTS, Disk, generations
-from halfstep.checkpoint.sealed import MANIFEST, read_manifest, with_seal
+from halfstep.checkpoint.paths import CHECKPOINTS, Disk, list_generations
+from halfstep.checkpoint.sealed import MANIFEST, add_seal, read_manifest
 from halfstep.errors import FolderLost, FolderTaken
-from halfstep.files import known_fields, write_json, write_text
+from halfstep.files import parse_known_fields, write_json, write_text
 from halfstep.journal.events import Event, Journal
-from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, read_events
-from halfstep.ownership import LOCK, Ownership, boot_and_container_id, owner_of
-from halfstep.recipe.sources import recipe_of
+from halfstep.journal.jsonl import JOURNAL, LOG, JsonLinesListener, read_events
+from halfstep.ownership import LOCK, FolderOwnership, compute_boot_container_id, find_ownership
+from halfstep.recipe.sources import build_raw_recipe
 from halfstep.runs.fit import _remove_unless_started
-from halfstep.runs.resolve import resolved_recipe
-from halfstep.status_files import StatusFile, status_file
+from halfstep.runs.resolve import resolve_run_recipe
+from halfstep.status_files import RankStatusRecord, name_status_file
 from halfstep.train import run_folder, watchdog
-from halfstep.train.run_folder import NEW, check_run, lock
-from halfstep.train.watchdog import Position, write_stacks
+from halfstep.train.run_folder import NEW, check_run, lock_folder
+from halfstep.train.watchdog import RankPosition, write_stacks
 from tests.support.tiny_task import Tiny
 
-STATUS = status_file(0)
+STATUS = name_status_file(0)
 
 FORK = multiprocessing.get_context("fork")
 TAKEN, GONE = 73, 74
@@ -80,7 +80,7 @@ def trained(folder: Path, disturb: Callable[[Path], object] = lambda folder: Non
 def lost(folder: Path, disturb: Callable[[Path], object], **settings: Any) -> FolderLost:
     with pytest.raises(FolderLost) as caught:
         trained(folder, disturb, **settings)
-    assert not owner_of(folder)
+    assert not find_ownership(folder)
     return caught.value
 
 
@@ -198,13 +198,13 @@ def test_a_heartbeat_that_finds_the_folder_taken_ends_a_run_that_does_not_save(
 ) -> None:
     def notice(folder: Path) -> None:
         _token(folder)
-        owner = owner_of(folder)
+        owner = find_ownership(folder)
         with pytest.raises(FolderLost):
             owner.check()  # type: ignore[union-attr]  # as the thread does that writes the status
 
     error = lost(tmp_path / "run", notice, checkpoint__every_steps=1000, train__steps=8)
     assert error.exit_code == TAKEN
-    assert generations(tmp_path / "run" / CHECKPOINTS) == []
+    assert list_generations(tmp_path / "run" / CHECKPOINTS) == []
     assert len([one for one in read_events(tmp_path / "run" / JOURNAL) if one["event"] == "step"]) == 5
 
 
@@ -256,10 +256,10 @@ def test_a_lock_that_a_full_disk_left_without_its_token_is_compared_as_a_file(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        ours = lock(tmp_path)
+        ours = lock_folder(tmp_path)
     assert (tmp_path / LOCK).read_bytes() == b""
     write_text(tmp_path / "file", "")
-    other = Ownership.joined(tmp_path, ours.token)
+    other = FolderOwnership.joined(tmp_path, ours.token)
     assert other is not None
     other.release()
     (tmp_path / LOCK).rename(tmp_path / "old")
@@ -296,7 +296,7 @@ def test_nothing_is_removed_for_a_start_that_failed_in_another_run_s_folder(tmp_
             raise ZeroDivisionError
 
     (tmp_path / "run").mkdir()
-    ours = lock(tmp_path / "run")
+    ours = lock_folder(tmp_path / "run")
     _again(tmp_path / "run")
     (tmp_path / "run" / "precious").write_text("keep")
     with pytest.raises(ZeroDivisionError):
@@ -313,8 +313,8 @@ def test_every_way_to_write_asks_first(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "journal.jsonl").write_text("")
-    ours = lock(folder)
-    journal = JsonLines(folder / JOURNAL, largest=1)
+    ours = lock_folder(folder)
+    journal = JsonLinesListener(folder / JOURNAL, largest=1)
     journal.on_event({"event": "note"})
     (folder / CHECKPOINTS).mkdir()
     (folder / CHECKPOINTS / "file").write_text("")
@@ -325,18 +325,18 @@ def test_every_way_to_write_asks_first(tmp_path: Path) -> None:
         lambda: write_text(folder / "result.json", ""),
         lambda: write_text(folder / "pictures" / "epoch-0001.png", ""),
         lambda: write_json(Path(os.path.relpath(folder / "status.rank-00001.json")), {}),
-        lambda: run_folder.unfinish(folder),
+        lambda: run_folder.remove_result(folder),
         lambda: disk.make_folder(folder / CHECKPOINTS / "step"),
         lambda: disk.create(folder / CHECKPOINTS / "new"),
         lambda: disk.rename(folder / CHECKPOINTS / "file", folder / CHECKPOINTS / "other"),
         lambda: disk.remove(folder / CHECKPOINTS / "file"),
         lambda: disk.remove_folder(folder / CHECKPOINTS),
-        lambda: JsonLines(folder / JOURNAL),
+        lambda: JsonLinesListener(folder / JOURNAL),
     ]
     for attempt in tried:
         with pytest.raises(FolderLost):
             attempt()
-    write_stacks(folder / "stacks" / "rank-00000.txt", Position(0, "computing", 0, None))
+    write_stacks(folder / "stacks" / "rank-00000.txt", RankPosition(0, "computing", 0, None))
     journal.on_event({"event": "note"})
     journal.close()
     assert tree(folder) == before
@@ -346,7 +346,7 @@ def test_every_way_to_write_asks_first(tmp_path: Path) -> None:
 
 def test_only_the_folder_of_a_running_run_is_not_created(tmp_path: Path) -> None:
     write_text(tmp_path / "a" / "b" / "c.txt", "free")
-    ours = lock(tmp_path / "a")
+    ours = lock_folder(tmp_path / "a")
     write_text(tmp_path / "a" / "pictures" / "one.png", "")
     with pytest.raises(FileNotFoundError):
         write_text(tmp_path / "a" / "x" / "y" / "z", "")
@@ -356,12 +356,12 @@ def test_only_the_folder_of_a_running_run_is_not_created(tmp_path: Path) -> None
         write_text(tmp_path / "a" / "c.txt", "")
     assert not (tmp_path / "a").exists()
     ours.release()
-    files.make_parent(tmp_path / "a" / "c.txt")
+    files.create_parent_folder(tmp_path / "a" / "c.txt")
     assert (tmp_path / "a").exists()
 
 
 def test_a_disk_that_cannot_be_asked_is_not_a_lost_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, real = lock(tmp_path), os.stat
+    ours, real = lock_folder(tmp_path), os.stat
 
     def away(path: Any, *given: Any, **more: Any) -> os.stat_result:
         if Path(path).name == LOCK:
@@ -414,17 +414,17 @@ def test_the_token_of_a_launch_is_in_its_lock_status_and_manifests(tmp_path: Pat
     trained(tmp_path / "run", look)
     [(token, same)] = seen
     assert token == same
-    assert {read_manifest(one).launch for one in generations(tmp_path / "run" / CHECKPOINTS)} == {token}
+    assert {read_manifest(one).launch for one in list_generations(tmp_path / "run" / CHECKPOINTS)} == {token}
     assert (tmp_path / "run" / LOCK).read_bytes() == b""
 
 
 def _as_before(folder: Path) -> None:
     """Take back what an earlier version did not write."""
-    for one in generations(folder / CHECKPOINTS):
+    for one in list_generations(folder / CHECKPOINTS):
         content = json.loads((one.path / MANIFEST).read_text())
         assert content.pop("launch")
         content.pop("seal")
-        (one.path / MANIFEST).write_bytes(with_seal(content))
+        (one.path / MANIFEST).write_bytes(add_seal(content))
     status = json.loads((folder / STATUS).read_text())
     for key in ("machine", "beat"):
         status.pop(key, None)
@@ -454,14 +454,14 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
 
 def test_a_manifest_with_something_else_for_a_token_is_damaged(tmp_path: Path) -> None:
     trained(tmp_path / "run")
-    newest = generations(tmp_path / "run" / CHECKPOINTS)[0]
+    newest = list_generations(tmp_path / "run" / CHECKPOINTS)[0]
     content = json.loads((newest.path / MANIFEST).read_text())
     content.pop("seal")
     for launch in ("", "0" * 15, "0" * 17, "A" * 16, 5, None, ["0" * 16], "../" * 5):
-        (newest.path / MANIFEST).write_bytes(with_seal({**content, "launch": launch}))
+        (newest.path / MANIFEST).write_bytes(add_seal({**content, "launch": launch}))
         with pytest.raises(ValueError, match="token"):
             read_manifest(newest)
-    (newest.path / MANIFEST).write_bytes(with_seal({**content, "launch": "0" * 16}))
+    (newest.path / MANIFEST).write_bytes(add_seal({**content, "launch": "0" * 16}))
     assert read_manifest(newest).launch == "0" * 16
 
 
@@ -478,7 +478,7 @@ def test_a_copy_of_a_run_goes_on_whatever_became_of_the_original(tmp_path: Path)
 
 
 def _hold(folder: Path, told: Any) -> None:
-    lock(folder)
+    lock_folder(folder)
     since = json.loads((folder / LOCK).read_text())
     (folder / STATUS).write_text(json.dumps({"state": "running", **since}))
     (folder / JOURNAL).touch()
@@ -503,9 +503,9 @@ def holder(tmp_path: Path) -> Any:
 
 def test_a_copy_of_a_run_that_is_alive_is_not_that_run(holder: Any, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    lock(tmp_path / "copy").release()
+    lock_folder(tmp_path / "copy").release()
     with pytest.raises(FolderTaken):
-        lock(tmp_path / "run")
+        lock_folder(tmp_path / "run")
 
 
 # -- no working locks -------------------------------------------------------------------------------------------------
@@ -525,31 +525,31 @@ def test_where_locks_exclude_nobody_the_process_decides(
     for name in {LOCK, STATUS} - set(left):
         (run / name).unlink()
     with pytest.raises(FolderTaken) as caught:
-        lock(run)
+        lock_folder(run)
     assert f"is in use by process {holder.pid} on {socket.gethostname()}" in caught.value.given
     if LOCK in left:
         assert json.loads((run / LOCK).read_text())["pid"] == holder.pid
     holder.kill()
     holder.join()
-    lock(run).release()
+    lock_folder(run).release()
 
 
 @pytest.mark.wording
 def test_where_locks_exclude_nobody_one_process_still_has_it_once(tmp_path: Path, without_locks: None) -> None:
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     with pytest.raises(FolderTaken, match="this process"):
-        lock(tmp_path)
+        lock_folder(tmp_path)
     ours.release()
-    lock(tmp_path).release()
+    lock_folder(tmp_path).release()
 
 
 def test_of_two_that_were_granted_the_lock_the_first_finds_the_token_of_the_second(
     tmp_path: Path, without_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = lock(tmp_path)
+    first = lock_folder(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "_refuse_running_here", lambda folder, descriptor: None)
-        second = lock(tmp_path)
+        second = lock_folder(tmp_path)
     with pytest.raises(FolderLost) as caught:
         first.check()
     assert caught.value.exit_code == TAKEN
@@ -580,7 +580,7 @@ def test_a_run_of_another_host_without_a_heartbeat_is_taken_over(
     (tmp_path / STATUS).write_text(json.dumps(status))
     told: list[str] = []
     began = time.monotonic()
-    lock(tmp_path, told.append).release()
+    lock_folder(tmp_path, told.append).release()
     assert 0.6 <= time.monotonic() - began < 5.0
     assert told[0].startswith("watching for 1 s whether process")
 
@@ -589,7 +589,7 @@ def test_a_run_of_another_host_without_a_heartbeat_is_taken_over(
     ("status", "seconds"), [(elsewhere(), 15.0), (elsewhere(world=1000), 60.0), (elsewhere(world=10**9), 300.0)]
 )
 def test_a_run_of_another_host_is_watched_for_three_heartbeats(status: dict[str, Any], seconds: float) -> None:
-    assert run_folder._watch_seconds(known_fields(StatusFile, status)) == seconds
+    assert run_folder._compute_watch_seconds(parse_known_fields(RankStatusRecord, status)) == seconds
     assert watchdog.WRITES == run_folder.WRITES
     assert 3 * watchdog.HEARTBEAT <= run_folder.WATCHED
 
@@ -613,7 +613,7 @@ def test_a_run_of_another_host_with_a_heartbeat_has_the_folder(
     thread.start()
     try:
         with pytest.raises(FolderTaken) as caught:
-            lock(tmp_path)
+            lock_folder(tmp_path)
     finally:
         over.set()
         thread.join()
@@ -628,7 +628,7 @@ def test_a_run_of_another_host_that_ends_meanwhile_is_not_waited_for(later: dict
     timer = threading.Timer(0.3, write_json, (tmp_path / STATUS, elsewhere(**later)))
     timer.start()
     began = time.monotonic()
-    lock(tmp_path).release()
+    lock_folder(tmp_path).release()
     assert time.monotonic() - began < 10.0
     timer.join()
 
@@ -637,7 +637,7 @@ def test_a_check_before_the_start_writes_nothing_to_the_lock_of_a_run_on_another
     with pytest.raises(Stop):
         trained(tmp_path / "run", _stop)
     given = {**SETTINGS, "run.dir": str(tmp_path / "run")}
-    recipe = resolved_recipe(recipe_of({"task": "tiny"}), given, schema=Tiny.schema).recipe
+    recipe = resolve_run_recipe(build_raw_recipe({"task": "tiny"}), given, schema=Tiny.schema).recipe
     (tmp_path / "run" / LOCK).write_text("theirs")
     (tmp_path / "run" / STATUS).write_text(json.dumps(elsewhere()))
     assert check_run(recipe, "tiny") == "unfinished"
@@ -648,7 +648,7 @@ def test_a_check_before_the_start_writes_nothing_to_the_lock_of_a_run_on_another
 def test_a_status_that_nobody_can_read_is_no_run(status: bytes, tmp_path: Path) -> None:
     (tmp_path / STATUS).write_bytes(status)
     began = time.monotonic()
-    lock(tmp_path).release()
+    lock_folder(tmp_path).release()
     assert time.monotonic() - began < 5.0
 
 
@@ -656,9 +656,9 @@ def test_a_status_that_nobody_can_read_is_no_run(status: bytes, tmp_path: Path) 
 
 
 def test_another_rank_claims_the_folder_that_rank_zero_has_locked(tmp_path: Path) -> None:
-    ours = lock(tmp_path)
-    assert Ownership.joined(tmp_path, "0" * 16) is None
-    theirs = Ownership.joined(tmp_path, ours.token)
+    ours = lock_folder(tmp_path)
+    assert FolderOwnership.joined(tmp_path, "0" * 16) is None
+    theirs = FolderOwnership.joined(tmp_path, ours.token)
     assert theirs is not None
     theirs.check()
     _token(tmp_path)
@@ -666,19 +666,19 @@ def test_another_rank_claims_the_folder_that_rank_zero_has_locked(tmp_path: Path
         theirs.check()
     theirs.release()
     ours.release()
-    assert owner_of(tmp_path) is None
+    assert find_ownership(tmp_path) is None
 
 
 @pytest.mark.parametrize("way", ["a pipe", "a folder", "a link to it"])
 def test_another_rank_does_not_claim_what_is_no_file(way: str, tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("")
     WAYS[way](tmp_path)
-    assert Ownership.joined(tmp_path, "0" * 16) is None
+    assert FolderOwnership.joined(tmp_path, "0" * 16) is None
 
 
 def test_this_machine_has_one_name(tmp_path: Path) -> None:
-    assert boot_and_container_id() == boot_and_container_id()
-    process = FORK.Process(target=(tmp_path / "id").write_text, args=(boot_and_container_id(),))
+    assert compute_boot_container_id() == compute_boot_container_id()
+    process = FORK.Process(target=(tmp_path / "id").write_text, args=(compute_boot_container_id(),))
     process.start()
     process.join()
-    assert (tmp_path / "id").read_text() == boot_and_container_id()
+    assert (tmp_path / "id").read_text() == compute_boot_container_id()

@@ -26,7 +26,7 @@ from tests.train.test_run_resumed import events, fit, stopped
 def test_what_runs_is_told_beside_what_was_asked_for(
     asked: str, rungs: list[str], findings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "describe", lambda device: named("Xeon with AMX"))
+    monkeypatch.setattr(select, "describe_device", lambda device: named("Xeon with AMX"))
     (start,) = events(fit(tmp_path, precision=asked).dir, "start")
     choice = choose_precision(asked, device=named("Xeon with AMX"), fallback=True)
     told = start["precision"]
@@ -45,7 +45,7 @@ def test_a_resumed_run_was_asked_for_what_its_recipe_says(tmp_path: Path) -> Non
 
 
 def test_the_start_check_runs_once_and_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "describe", lambda device: named("Xeon with AMX"))
+    monkeypatch.setattr(select, "describe_device", lambda device: named("Xeon with AMX"))
     results: list[StartCheck | None] = []
 
     def noted(*given: Any, **more: Any) -> StartCheck | None:

@@ -78,14 +78,17 @@ def test_a_stop_while_the_data_is_read_stops_all_ranks(on_ranks: Ranks, tmp_path
 
 def probed(rank: int, folder: str, kind: str) -> dict[str, Any]:
     own = Path(folder) / (kind if rank == 0 else f"{kind}-{rank}") if kind in ("other", "file") else Path(folder)
-    needed, checkpointing.checkpoint_size = checkpointing.checkpoint_size, lambda live: 2**60 if kind == "full" else 1
+    needed, checkpointing.estimate_checkpoint_size = (
+        checkpointing.estimate_checkpoint_size,
+        lambda live: 2**60 if kind == "full" else 1,
+    )
     seen, checkpointing.SEEN = checkpointing.SEEN, 0.2
     try:
-        checkpointing.check_writing(own, None)  # type: ignore[arg-type]
+        checkpointing.check_folder_writable(own, None)  # type: ignore[arg-type]
     except HalfstepError as error:
         return {"code": error.exit_code, "error": str(error)}
     finally:
-        checkpointing.checkpoint_size, checkpointing.SEEN = needed, seen
+        checkpointing.estimate_checkpoint_size, checkpointing.SEEN = needed, seen
     return {"code": 0, "error": ""}
 
 

@@ -16,7 +16,7 @@ import halfstep
 from halfstep import distributed
 from halfstep.errors import HalfstepError
 from halfstep.train import replicas
-from halfstep.train.replicas import _checksum
+from halfstep.train.replicas import _compute_checksum
 from tests.support.ranks import Ranks
 from tests.support.tiny_task import Tiny
 from tests.train.test_loop import RECIPE, events
@@ -35,7 +35,7 @@ def four() -> Iterator[Ranks]:
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
     with torch.no_grad():
-        distributed.local(tensor).detach().view(-1)[:1].view(torch.int32).bitwise_xor_(bit)
+        distributed.unwrap_local_tensor(tensor).detach().view(-1)[:1].view(torch.int32).bitwise_xor_(bit)
 
 
 class Flipping(Tiny):
@@ -117,16 +117,18 @@ def test_a_comparison_comes_after_some_steps_without_a_save(four: Ranks, tmp_pat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
 def test_every_single_bit_changes_the_sum(dtype: torch.dtype) -> None:
     tensor = (torch.randn(5, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
-    clean = _checksum(tensor).item()
+    clean = _compute_checksum(tensor).item()
     raw = tensor.view(torch.uint8)
     for place in range(raw.numel()):
         for bit in range(8):
             raw[place] ^= 1 << bit
-            assert _checksum(tensor).item() != clean
+            assert _compute_checksum(tensor).item() != clean
             raw[place] ^= 1 << bit
-    assert _checksum(tensor).item() == clean
+    assert _compute_checksum(tensor).item() == clean
 
 
 def test_a_memory_format_is_no_difference_in_the_sum() -> None:
     image = torch.randn(2, 3, 4, 5)
-    assert _checksum(image).item() == _checksum(image.contiguous(memory_format=torch.channels_last)).item()
+    assert (
+        _compute_checksum(image).item() == _compute_checksum(image.contiguous(memory_format=torch.channels_last)).item()
+    )

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.checkpoint.paths import CheckpointDir, generations
+from halfstep.checkpoint.paths import CheckpointDir, list_generations
 from halfstep.errors import StorageFailed, WrongUse
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import read_events
-from halfstep.recipe.strict_yaml import read_yaml
+from halfstep.recipe.strict_yaml import parse_yaml
 from halfstep.train.environment import AutoChoices
 from halfstep.train.epoch_metrics import EpochMetrics
-from halfstep.train.resume_proof import Build, first_difference, prove
+from halfstep.train.resume_proof import Build, find_first_difference, prove_exact_resume
 from halfstep.train.run import make_loop
 from halfstep.train.state import COMPONENTS, State
 from tests.support.combinations import one_per_value
@@ -72,7 +72,7 @@ def recipe(tmp_path: Path, kind: type[Tiny], **settings: Any) -> Any:
     changed = {key.replace("__", "."): value for key, value in settings.items()}
     changed.setdefault("run.dir", str(tmp_path / "run"))
     halfstep.fit(tmp_path / "tiny.yaml", task=kind, settings=changed, quiet=True)
-    return kind.schema.model_validate(read_yaml((tmp_path / "run" / "recipe.yaml").read_text(), "recipe"))
+    return kind.schema.model_validate(parse_yaml((tmp_path / "run" / "recipe.yaml").read_text(), "recipe"))
 
 
 def building(kind: type[Tiny], made: Any) -> Build:
@@ -83,7 +83,7 @@ def building(kind: type[Tiny], made: Any) -> Build:
 
 
 def saved(tmp_path: Path) -> list[CheckpointDir]:
-    return generations(tmp_path / "run" / "checkpoints")
+    return list_generations(tmp_path / "run" / "checkpoints")
 
 
 def scratch(tmp_path: Path) -> Path:
@@ -97,7 +97,9 @@ def test_a_run_that_keeps_its_randomness_is_equal(tmp_path: Path, steps: int, pr
     made = recipe(tmp_path, Dropping, precision=precision)
     heard: list[tuple[int, int]] = []
     before = torch.get_rng_state(), random.getstate()
-    proof = prove(building(Dropping, made), saved(tmp_path), steps, scratch(tmp_path), lambda *told: heard.append(told))
+    proof = prove_exact_resume(
+        building(Dropping, made), saved(tmp_path), steps, scratch(tmp_path), lambda *told: heard.append(told)
+    )
     assert proof.equal, (proof.loss, proof.state)
     # The newest checkpoint with 2k of 16 steps left; they are taken every 3 steps, and at the end of each epoch of 4.
     assert proof.begin == {1: 12, 3: 9, 4: 8, 8: 0}[steps]
@@ -111,7 +113,7 @@ def test_a_run_that_keeps_its_randomness_is_equal(tmp_path: Path, steps: int, pr
 
 def test_a_generator_of_its_own_is_found_behind_the_resume(tmp_path: Path) -> None:
     made = recipe(tmp_path, OwnSeeded)
-    proof = prove(building(OwnSeeded, made), saved(tmp_path), 2, scratch(tmp_path))
+    proof = prove_exact_resume(building(OwnSeeded, made), saved(tmp_path), 2, scratch(tmp_path))
     assert not proof.equal
     assert proof.repeatable
     assert proof.loss is not None
@@ -123,13 +125,13 @@ def test_a_generator_of_its_own_is_found_behind_the_resume(tmp_path: Path) -> No
 
 def test_what_never_repeats_is_found_before_the_resume(tmp_path: Path) -> None:
     made = recipe(tmp_path, OwnUnseeded)
-    proof = prove(building(OwnUnseeded, made), [], 2, scratch(tmp_path))
+    proof = prove_exact_resume(building(OwnUnseeded, made), [], 2, scratch(tmp_path))
     assert proof.loss is not None
     assert (proof.loss.what, proof.begin, proof.repeatable) == ("the loss of step 1", 0, False)
 
 
 def _forgets_random(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("halfstep.train.state.set_generators", lambda *_: None)
+    patch.setattr("halfstep.train.state.restore_rng_states", lambda *_: None)
 
 
 def _forgets_the_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -155,7 +157,7 @@ def test_a_resume_that_forgets_something_is_caught(
     kind = Draws if named == "rng/" else Dropping
     made = recipe(tmp_path, kind)
     forget(monkeypatch)
-    proof = prove(building(kind, made), [], 2, scratch(tmp_path))
+    proof = prove_exact_resume(building(kind, made), [], 2, scratch(tmp_path))
     assert proof.state is not None
     assert proof.state.what.startswith(named)
 
@@ -173,14 +175,14 @@ def test_a_run_that_is_too_short_is_refused_with_what_would_do(tmp_path: Path) -
     made = recipe(tmp_path, Tiny)
     build = building(Tiny, made)
     with pytest.raises(WrongUse, match=r"9 \+ 9 steps of a run of 16 steps[\s\S]*resume_steps=8"):
-        prove(build, saved(tmp_path), 9, scratch(tmp_path))
+        prove_exact_resume(build, saved(tmp_path), 9, scratch(tmp_path))
 
 
 @pytest.mark.wording
 def test_a_run_that_patience_ends_is_too_short_too(tmp_path: Path) -> None:
     made = recipe(tmp_path, Tiny, optimizer__lr=1e-9, evaluate__patience=1, evaluate__min_delta=1.0)
     with pytest.raises(WrongUse, match=r"patience[\s\S]*resume_steps=4"):
-        prove(building(Tiny, made), [], 6, scratch(tmp_path))
+        prove_exact_resume(building(Tiny, made), [], 6, scratch(tmp_path))
 
 
 @pytest.mark.wording
@@ -193,7 +195,7 @@ def test_a_save_that_fails_is_told_with_its_reason(tmp_path: Path) -> None:
         return build(where, auto_choices, remedies)
 
     with pytest.raises(StorageFailed, match="nothing to resume from: no checkpoint of step 2: "):
-        prove(blocked, [], 2, scratch(tmp_path))
+        prove_exact_resume(blocked, [], 2, scratch(tmp_path))
 
 
 # -- first_difference -------------------------------------------------------------------------------------------------
@@ -227,14 +229,14 @@ def state(**components: Any) -> State:
     ],
 )
 def test_the_first_difference_is_named(one: dict[str, Any], two: dict[str, Any], said: str | None) -> None:
-    found = first_difference(state(rng=one), state(rng=two))
+    found = find_first_difference(state(rng=one), state(rng=two))
     assert (found and f"{found.what} {found.in_one_go} {found.resumed}") == (said and f"rng/{said}")
 
 
 def test_layout_shape_and_kind_are_parts_of_a_tensor() -> None:
     image = torch.zeros(1, 2, 3, 3)
     for other in (image.contiguous(memory_format=torch.channels_last), image.double(), image[:, :1]):
-        found = first_difference(state(weights={"w": image}), state(weights={"w": other}))
+        found = find_first_difference(state(weights={"w": image}), state(weights={"w": other}))
         assert found is not None
         assert found.what == "weights/w"
 
@@ -242,6 +244,6 @@ def test_layout_shape_and_kind_are_parts_of_a_tensor() -> None:
 def test_components_come_in_the_order_of_the_state() -> None:
     one = state(**{name: {"x": 1} for name in COMPONENTS})
     for name in COMPONENTS:
-        found = first_difference(one, dataclasses.replace(one, **{name: {"x": 2}, "auto_choices": {"x": 3}}))
+        found = find_first_difference(one, dataclasses.replace(one, **{name: {"x": 2}, "auto_choices": {"x": 3}}))
         assert found is not None
         assert found.what == f"{name}/x"

@@ -12,9 +12,9 @@ import pytest
 from halfstep.errors import FolderTaken, HalfstepError, StateMismatch, Unsafe
 from halfstep.files import write_json
 from halfstep.recipe.changes import Change
-from halfstep.recipe.resolve import Resolved, resolve
+from halfstep.recipe.resolve import ResolvedRecipe, resolve_recipe
 from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
-from halfstep.recipe.strict_yaml import read_yaml
+from halfstep.recipe.strict_yaml import parse_yaml
 from halfstep.train import run_folder
 from halfstep.train.run_folder import (
     FILES,
@@ -24,8 +24,8 @@ from halfstep.train.run_folder import (
     RESULT,
     RunFolder,
     is_finished,
-    keep_recipe,
     open_run,
+    write_run_recipe,
 )
 
 SCHEMA: Any = Recipe[ModelOptions, DataOptions, LossOptions]
@@ -36,18 +36,18 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def resolved(**train: Any) -> Resolved:
-    return resolve({"task": "t", "train": {"epochs": 1, **train}}, SCHEMA, [], "mine")
+def resolved(**train: Any) -> ResolvedRecipe:
+    return resolve_recipe({"task": "t", "train": {"epochs": 1, **train}}, SCHEMA, [], "mine")
 
 
-def opened(found: Resolved, new: bool = False, accepted: tuple[str, ...] = ()) -> RunFolder:
+def opened(found: ResolvedRecipe, new: bool = False, accepted: tuple[str, ...] = ()) -> RunFolder:
     """As a run that ends at once would find the folder."""
     run = open_run(found.recipe, "mine", new, drawn=found.drawn, accepted=accepted)
     run.lock.release()
     return run
 
 
-def refusal(found: Resolved, kind: type[HalfstepError] = FolderTaken) -> str:
+def refusal(found: ResolvedRecipe, kind: type[HalfstepError] = FolderTaken) -> str:
     with pytest.raises(kind) as caught:
         opened(found)
     assert caught.value.exit_code == {FolderTaken: 73, StateMismatch: 79, Unsafe: 77}[kind]
@@ -57,9 +57,9 @@ def refusal(found: Resolved, kind: type[HalfstepError] = FolderTaken) -> str:
 def test_an_absent_or_empty_folder_becomes_the_runs(tmp_path: Path) -> None:
     run = opened(resolved(seed=5))
     assert (run.path, run.state) == (Path("runs/mine"), "new")
-    assert SCHEMA.model_validate(read_yaml((run.path / RECIPE).read_bytes(), "recipe")) == run.recipe
+    assert SCHEMA.model_validate(parse_yaml((run.path / RECIPE).read_bytes(), "recipe")) == run.recipe
     (tmp_path / "empty").mkdir()
-    found = resolve({"task": "t", "train": {"epochs": 1}, "run": {"dir": "empty"}}, SCHEMA, [], "mine")
+    found = resolve_recipe({"task": "t", "train": {"epochs": 1}, "run": {"dir": "empty"}}, SCHEMA, [], "mine")
     assert opened(found).path == Path("empty")
     assert sorted(os.listdir("empty")) == [LOCK, RECIPE]
 
@@ -104,7 +104,7 @@ def test_another_recipe_is_refused_with_the_difference_or_accepted() -> None:
     taken = opened(other, accepted=("recipe",))
     assert taken.changed == [Change("train.compile", False, True)]
     assert (path / RECIPE).read_bytes() == before, "it is the run's recipe only when it is found to fit"
-    keep_recipe(path, taken.recipe)
+    write_run_recipe(path, taken.recipe)
     assert opened(other).changed == []
     write_json(path / RESULT, {})
     assert "another recipe" in refusal(resolved(seed=1))
@@ -114,8 +114,8 @@ def test_settings_that_change_no_bit_need_no_word() -> None:
     path = opened(resolved(seed=1)).path
     found = opened(resolved(seed=1, num_workers=3))
     assert (found.state, found.changed) == ("unfinished", [])
-    keep_recipe(path, found.recipe)
-    assert read_yaml((path / RECIPE).read_bytes(), "recipe")["train"]["num_workers"] == 3
+    write_run_recipe(path, found.recipe)
+    assert parse_yaml((path / RECIPE).read_bytes(), "recipe")["train"]["num_workers"] == 3
 
 
 @pytest.mark.wording
@@ -165,7 +165,7 @@ def test_a_folder_with_any_file_is_taken() -> None:
 def test_new_numbers_another(tmp_path: Path) -> None:
     paths = [opened(resolved(), new=True).path for _ in range(3)]
     assert paths == [Path("runs/mine"), Path("runs/mine-2"), Path("runs/mine-3")]
-    assert read_yaml((paths[2] / RECIPE).read_bytes(), "recipe")["run"]["dir"] == "runs/mine-3"
+    assert parse_yaml((paths[2] / RECIPE).read_bytes(), "recipe")["run"]["dir"] == "runs/mine-3"
 
 
 @pytest.mark.wording
@@ -175,9 +175,9 @@ def test_files_in_the_way() -> None:
     assert "is a file" in refusal(resolved())
     assert opened(resolved(), new=True).path == Path("runs/mine-2")
     Path("file").write_text("")
-    found = resolve({"task": "t", "train": {"epochs": 1}, "run": {"dir": "file/inside"}}, SCHEMA, [], "mine")
+    found = resolve_recipe({"task": "t", "train": {"epochs": 1}, "run": {"dir": "file/inside"}}, SCHEMA, [], "mine")
     assert "cannot be created" in refusal(found)
-    long = resolve({"task": "t", "train": {"epochs": 1}, "run": {"dir": "x" * 5000}}, SCHEMA, [], "mine")
+    long = resolve_recipe({"task": "t", "train": {"epochs": 1}, "run": {"dir": "x" * 5000}}, SCHEMA, [], "mine")
     assert "cannot be created" in refusal(long)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError
-from halfstep.ownership import LOCK, boot_and_container_id
-from halfstep.train.run_folder import lock
+from halfstep.ownership import LOCK, compute_boot_container_id
+from halfstep.train.run_folder import lock_folder
 
 FORK = multiprocessing.get_context("fork")
 
@@ -28,14 +28,14 @@ FORK = multiprocessing.get_context("fork")
 def refusal(folder: Path) -> FolderTaken:
     began = time.perf_counter()
     with pytest.raises(FolderTaken) as caught:
-        lock(folder)
+        lock_folder(folder)
     assert time.perf_counter() - began < 1  # at once: it does not wait for the holder, who stays
     assert caught.value.exit_code == 73
     return caught.value
 
 
 def _hold(folder: Path, told: Any, child: bool) -> None:
-    lock(folder)
+    lock_folder(folder)
     if child and os.fork() == 0:
         told.send(os.getpid())
         time.sleep(60)
@@ -67,12 +67,12 @@ def test_a_second_process_is_told_who_has_it(tmp_path: Path) -> None:
     assert error.allowed == "one process per folder"
     assert error.do == f"wait for it, stop it (kill {pid}), or call fit(..., new=True) for a new folder"
     killed(process)
-    lock(tmp_path).release()
+    lock_folder(tmp_path).release()
 
 
 @pytest.mark.wording
 def test_one_process_cannot_have_it_twice(tmp_path: Path) -> None:
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     assert "this process" in str(refusal(tmp_path))
     assert "kill" not in str(refusal(tmp_path))
     said: list[str] = []
@@ -82,7 +82,7 @@ def test_one_process_cannot_have_it_twice(tmp_path: Path) -> None:
     assert "this process" in said[0]
     ours.release()
     ours.release()
-    second = lock(tmp_path)
+    second = lock_folder(tmp_path)
     ours.release()
     refusal(tmp_path)
     second.release()
@@ -90,7 +90,7 @@ def test_one_process_cannot_have_it_twice(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_nobody_refers_to_is_held(tmp_path: Path) -> None:
-    kept = lock(tmp_path)
+    kept = lock_folder(tmp_path)
     number = id(kept)
     del kept
     refusal(tmp_path)
@@ -102,7 +102,7 @@ def test_a_lock_that_nobody_refers_to_is_held(tmp_path: Path) -> None:
 def _race(folder: Path, gate: Any, answers: Any) -> None:
     gate.wait()
     try:
-        lock(folder)
+        lock_folder(folder)
     except FolderTaken:
         answers.put("taken")
     else:
@@ -129,13 +129,13 @@ def test_the_lock_of_a_killed_process_is_free(child: bool, tmp_path: Path) -> No
         process, pid = held(tmp_path, child)
         refusal(tmp_path)
         killed(process)
-        lock(tmp_path).release()
+        lock_folder(tmp_path).release()
         if child:
             os.kill(pid, signal.SIGKILL)  # and it lived until now
 
 
 def test_a_forked_child_cannot_give_the_lock_away(tmp_path: Path) -> None:
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     theirs = FORK.Process(target=ours.release)
     theirs.start()
     theirs.join()
@@ -145,7 +145,7 @@ def test_a_forked_child_cannot_give_the_lock_away(tmp_path: Path) -> None:
 
 
 def _lock_its_own(ours: Any, folder: Path) -> None:
-    own = lock(folder)
+    own = lock_folder(folder)
     ours.release()  # has no descriptor any more, not the one with the number that `own` has now
     refusal(folder)
     own.release()
@@ -153,7 +153,7 @@ def _lock_its_own(ours: Any, folder: Path) -> None:
 
 def test_a_forked_child_can_lock_another_folder(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     theirs = FORK.Process(target=_lock_its_own, args=(ours, tmp_path / "other"))
     theirs.start()
     theirs.join()
@@ -162,10 +162,10 @@ def test_a_forked_child_can_lock_another_folder(tmp_path: Path) -> None:
 
 
 def test_no_started_program_inherits_it(tmp_path: Path) -> None:
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     with subprocess.Popen(["sleep", "60"], close_fds=False) as sleeps:
         ours._close()  # as if this process had died
-        lock(tmp_path).release()
+        lock_folder(tmp_path).release()
         sleeps.kill()
 
 
@@ -173,11 +173,11 @@ def test_no_started_program_inherits_it(tmp_path: Path) -> None:
 def test_a_file_that_nobody_locked_is_taken_over(pid: object, tmp_path: Path) -> None:
     stale = {"pid": pid, "host": socket.gethostname(), "since": "2020-01-01T00:00:00+00:00", "long": "x" * 200}
     (tmp_path / LOCK).write_text(json.dumps(stale))
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     line = (tmp_path / LOCK).read_bytes()
     assert line.endswith(b"}\n")
     words = json.loads(line)
-    here = {"pid": os.getpid(), "host": socket.gethostname(), "machine": boot_and_container_id()}
+    here = {"pid": os.getpid(), "host": socket.gethostname(), "machine": compute_boot_container_id()}
     assert words == {**here, "since": words["since"], "launch": ours.token}
     assert len(ours.token) == 16
     ours.release()
@@ -199,7 +199,7 @@ def test_a_file_that_nobody_locked_is_taken_over(pid: object, tmp_path: Path) ->
     ],
 )
 def test_a_holder_without_words_holds_too(written: bytes, tmp_path: Path) -> None:
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     (tmp_path / LOCK).write_bytes(written)
     error = refusal(tmp_path)
     assert "is in use by another process" in error.given
@@ -209,7 +209,7 @@ def test_a_holder_without_words_holds_too(written: bytes, tmp_path: Path) -> Non
 
 @pytest.mark.wording
 def test_a_process_on_another_machine_is_not_killed_here(tmp_path: Path) -> None:
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     (tmp_path / LOCK).write_text('{"pid": 5, "host": "far", "since": "2020"}')
     assert "(kill 5 on far)" in refusal(tmp_path).do
     ours.release()
@@ -236,7 +236,7 @@ def test_what_is_no_file_is_not_locked(tmp_path: Path) -> None:
 
 
 def test_a_refusal_leaves_no_descriptor_open(tmp_path: Path) -> None:
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     before = len(os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"))
     for _ in range(5):
         refusal(tmp_path)
@@ -253,7 +253,7 @@ def test_a_file_that_is_replaced_meanwhile_does_not_count(tmp_path: Path, monkey
         plain(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     refusal(tmp_path)
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     ours.release()
@@ -276,17 +276,17 @@ def test_a_full_disk_takes_only_the_words(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    ours = lock(tmp_path)
+    ours = lock_folder(tmp_path)
     assert "another process" in refusal(tmp_path).given
     ours.release()
-    lock(tmp_path).release()
+    lock_folder(tmp_path).release()
 
 
 @pytest.mark.wording
 def test_a_system_without_flock_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with pytest.raises(HalfstepError, match="no flock") as caught:
-        lock(tmp_path)
+        lock_folder(tmp_path)
     assert caught.value.allowed == "Linux or macOS"
     assert os.listdir(tmp_path) == []
 

@@ -18,8 +18,8 @@ import torch
 import halfstep
 from faults.refit import refit
 from halfstep.checkpoint import reading
-from halfstep.checkpoint.paths import generations
-from halfstep.checkpoint.reading import read_state
+from halfstep.checkpoint.paths import list_generations
+from halfstep.checkpoint.reading import read_rank_state
 from halfstep.errors import NoCheckpoint, StateMismatch, Stopped, StorageFailed
 from halfstep.journal.jsonl import read_events
 from halfstep.train import loaders, resume, setup
@@ -88,7 +88,9 @@ def test_a_journal_in_many_files_is_cut_back_to_the_checkpoint(tmp_path: Path, m
     settings = {"run__journal_mb": 1, "run__prometheus": True, "checkpoint__background": False}
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, Failing, **settings)
-    at_the_checkpoint = read_state(generations(tmp_path / "run" / "checkpoints")[0], 0)[0]["position"]["journal_sizes"]
+    at_the_checkpoint = read_rank_state(list_generations(tmp_path / "run" / "checkpoints")[0], 0)[0]["position"][
+        "journal_sizes"
+    ]
     newest = max(path.name for path in (tmp_path / "run").glob("journal.0*.jsonl"))
     assert at_the_checkpoint["journal.jsonl"] < int(newest.split(".")[1]), "the cut is in an earlier file"
     fit(tmp_path, **settings)
@@ -304,11 +306,11 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_given_up(
 
     with monkeypatch.context() as patch:
         if name == "checkpoints":
-            patch.setattr(reading, "generations", unlisted)
+            patch.setattr(reading, "list_generations", unlisted)
         else:
             patch.setattr(os, "open", failing)
         with pytest.raises(StorageFailed, match=f"cannot be read now: .*{failure.strerror}"):
-            resume.find(tmp_path / "run")
+            resume.find_checkpoint(tmp_path / "run")
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == before
     assert fit(tmp_path).steps == 16
 

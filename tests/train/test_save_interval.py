@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from halfstep import distributed
-from halfstep.checkpoint.paths import generations
+from halfstep.checkpoint.paths import list_generations
 from halfstep.errors import BadRecipe
-from halfstep.train.save_interval import PUBLISHED, STATED, SaveClock, between_failures, least_lost
+from halfstep.train.save_interval import PUBLISHED, STATED, SaveClock, compute_save_interval, estimate_failure_interval
 from tests.support.ranks import Ranks
 from tests.train.test_loop import RECIPE, events, fit
 from tests.train.test_sharded_runs import fit as fit_on_ranks
@@ -56,12 +56,12 @@ def test_auto_takes_the_interval_that_loses_the_least_once_a_save_was_timed() ->
 
 
 def test_no_other_interval_loses_less() -> None:
-    stall, between = 2.0, between_failures(PUBLISHED[0], 1024)
+    stall, between = 2.0, estimate_failure_interval(PUBLISHED[0], 1024)
 
     def lost(interval: float) -> float:
         return stall / interval + interval / 2 / between
 
-    best = least_lost(stall, between)
+    best = compute_save_interval(stall, between)
     assert all(lost(best) < lost(best * factor) for factor in (0.5, 0.9, 1.1, 2.0))
 
 
@@ -89,7 +89,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def attempts(folder: Path) -> list[int]:
-    return sorted(one.attempt for one in generations(folder / "checkpoints"))
+    return sorted(one.attempt for one in list_generations(folder / "checkpoints"))
 
 
 def test_a_run_saves_by_time(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

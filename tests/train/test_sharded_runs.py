@@ -15,19 +15,19 @@ from torch import nn
 
 import halfstep
 from halfstep import distributed
-from halfstep.checkpoint.paths import generations
-from halfstep.checkpoint.reading import read_state
+from halfstep.checkpoint.paths import list_generations
+from halfstep.checkpoint.reading import read_rank_state
 from halfstep.checkpoint.sealed import read_manifest
 from halfstep.errors import HalfstepError
 from halfstep.journal.events import Journal
 from halfstep.precision.precision import PRECISIONS
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import resolved_recipe
+from halfstep.runs.resolve import resolve_run_recipe
 from halfstep.step import reduction_error
-from halfstep.train.checkpointing import checkpoint_size
-from halfstep.train.evaluation import StopEvaluation, evaluate
+from halfstep.train.checkpointing import estimate_checkpoint_size
+from halfstep.train.evaluation import StopEvaluation, evaluate_model
 from halfstep.train.loaders import make_val_loader
-from halfstep.train.resume import find, resume_from
+from halfstep.train.resume import find_checkpoint, resume_from
 from halfstep.train.run import make_loop
 from halfstep.train.state import State
 from tests.support.ranks import Ranks
@@ -57,7 +57,11 @@ def world() -> Iterator[Any]:
 
 
 def settings(folder: str, mode: str, **more: Any) -> dict[str, Any]:
-    sized = {"train.batch_size": GLOBAL_BATCH // distributed.size(), "world.mode": mode, "run.dir": f"{folder}/run"}
+    sized = {
+        "train.batch_size": GLOBAL_BATCH // distributed.count_ranks(),
+        "world.mode": mode,
+        "run.dir": f"{folder}/run",
+    }
     if mode == "hsdp":
         sized["world.shard_size"] = 2
     return {**ADAM, **sized, **more}
@@ -81,7 +85,7 @@ def weights(folder: Path) -> str:
 def interrupted(folder: Path, at: int) -> None:
     """Leave a finished run as a kill after its checkpoint of step `at` would have."""
     (folder / "run" / "result.json").unlink()
-    for one in generations(folder / "run" / "checkpoints"):
+    for one in list_generations(folder / "run" / "checkpoints"):
         if one.attempt > at:
             shutil.rmtree(one.path)
 
@@ -90,14 +94,16 @@ def restored(rank: int, folder: str, mode: str, more: dict[str, Any] | None = No
     """Return the tensors of the checkpoint that a run built on these ranks does not hold to the bit."""
     recipe = Path(folder) / f"again-{rank}.yaml"
     recipe.write_text(RECIPE)
-    asked = resolved_recipe(read_recipe(str(recipe)), settings(folder, mode, **(more or {})), schema=Tiny.schema).recipe
+    asked = resolve_run_recipe(
+        read_recipe(str(recipe)), settings(folder, mode, **(more or {})), schema=Tiny.schema
+    ).recipe
     run = Path(folder) / "run"
-    found = find(run)
+    found = find_checkpoint(run)
     assert found is not None
     loop = make_loop(Tiny(asked), asked, run, Journal(), auto_choices=found.auto_choices)
     resume_from(loop, found, Path(folder) / "elsewhere", ())
     state = State.of(loop.live)
-    plain, saved = read_state(found.generation, 0)
+    plain, saved = read_rank_state(found.generation, 0)
     then = State.from_parts(plain, saved, "the checkpoint")
     pairs = {
         "parameters": (state.weights["parameters"], then.weights["parameters"]),
@@ -108,7 +114,7 @@ def restored(rank: int, folder: str, mode: str, more: dict[str, Any] | None = No
         f"{what} {name}"
         for what, (now, before) in pairs.items()
         for name in before
-        if not torch.equal(distributed.whole(now[name]), before[name])
+        if not torch.equal(distributed.gather_full_tensor(now[name]), before[name])
     ]
 
 
@@ -116,8 +122,8 @@ def expected_size(rank: int, folder: str, mode: str) -> int:
     """Return the bytes that this rank expects to write for a checkpoint of a run that has not begun."""
     recipe = Path(folder) / f"sized-{rank}.yaml"
     recipe.write_text(RECIPE)
-    asked = resolved_recipe(read_recipe(str(recipe)), settings(folder, mode, **WIDE), schema=Tiny.schema).recipe
-    return checkpoint_size(make_loop(Tiny(asked), asked, Path(folder) / "run", Journal()).live)
+    asked = resolve_run_recipe(read_recipe(str(recipe)), settings(folder, mode, **WIDE), schema=Tiny.schema).recipe
+    return estimate_checkpoint_size(make_loop(Tiny(asked), asked, Path(folder) / "run", Journal()).live)
 
 
 def _moments(state: State) -> dict[str, torch.Tensor]:
@@ -196,7 +202,7 @@ def held_after_training(rank: int, folder: str) -> tuple[int, int]:
     held = [0, 0]
     recipe = Path(folder) / f"held-{rank}.yaml"
     recipe.write_text(RECIPE)
-    asked = resolved_recipe(read_recipe(str(recipe)), settings(folder, "fsdp"), schema=Tiny.schema).recipe
+    asked = resolve_run_recipe(read_recipe(str(recipe)), settings(folder, "fsdp"), schema=Tiny.schema).recipe
     loop = make_loop(Square(asked), asked, Path(folder) / "run", Journal())
     for _ in loop.attempts():
         held = [_held(loop.model.parameters()), _held(_moments(State.of(loop.live)).values())]
@@ -204,7 +210,7 @@ def held_after_training(rank: int, folder: str) -> tuple[int, int]:
 
 
 def _held(tensors: Iterable[torch.Tensor]) -> int:
-    found = [distributed.local(tensor.detach()) for tensor in tensors]
+    found = [distributed.unwrap_local_tensor(tensor.detach()) for tensor in tensors]
     # Views of one storage are counted once.
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}.values())
 
@@ -277,7 +283,7 @@ def test_the_room_for_a_checkpoint_is_asked_for_once_and_not_for_every_rank(
     world: Any, tmp_path: Path, mode: str
 ) -> None:
     world(2, fit, str(tmp_path), mode, {"train.epochs": 1, **WIDE})
-    newest = generations(tmp_path / "run" / "checkpoints")[0]
+    newest = list_generations(tmp_path / "run" / "checkpoints")[0]
     written = sum(sealed.size for sealed in read_manifest(newest).files if sealed.name.endswith(".safetensors"))
     assert sum(world(2, expected_size, str(tmp_path), mode)) == pytest.approx(written, rel=0.05)
 
@@ -286,7 +292,7 @@ def test_the_room_for_a_checkpoint_is_asked_for_once_and_not_for_every_rank(
 def test_a_checkpoint_is_restored_to_the_bit_on_other_ranks(world: Any, tmp_path: Path, size: int, mode: str) -> None:
     world(size, fit, str(tmp_path), mode, {})
     interrupted(tmp_path, at=3)
-    assert bool(read_manifest(generations(tmp_path / "run" / "checkpoints")[0]).chunks) == (mode != "ddp")
+    assert bool(read_manifest(list_generations(tmp_path / "run" / "checkpoints")[0]).chunks) == (mode != "ddp")
     for now, then in ((2, "fsdp"), (1, "auto"), (3, "fsdp"), (4, "hsdp"), (2, "ddp"), (4, "fsdp")):
         differ = restored(0, str(tmp_path), then) if now == 1 else world(now, restored, str(tmp_path), then)[0]
         assert differ == [], (now, then)
@@ -364,7 +370,7 @@ def stopped_evaluation(rank: int) -> str:
     batches = make_val_loader(task, recipe, here)
     asked = iter([False, False, rank == 1])
     try:
-        evaluate(task, model, batches, precision=PRECISIONS["fp32"], device=here, stop=lambda: next(asked, True))
+        evaluate_model(task, model, batches, precision=PRECISIONS["fp32"], device=here, stop=lambda: next(asked, True))
     except StopEvaluation:
         return f"stopped, {sum(1 for _ in asked)} left"
     return "evaluated"
@@ -422,7 +428,7 @@ def test_64_ranks_in_groups_of_8_are_restored_to_the_bit_on_others(world: Any, t
     found = world(64, fit, str(tmp_path), "hsdp", sized(64, "hsdp"))
     assert all(one == found[0] for one in found), found[0]
     interrupted(tmp_path, at=2)
-    [newest, *_] = generations(tmp_path / "run" / "checkpoints")
+    [newest, *_] = list_generations(tmp_path / "run" / "checkpoints")
     table = read_manifest(newest).chunks
     assert {rank for one in table.values() for rank in one.ranks} > set(range(8)), "replicas share the writing"
     for size, mode in ((32, "hsdp"), (16, "fsdp"), (1, "ddp"), (64, "ddp"), (64, "fsdp"), (64, "hsdp")):

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep.errors import BadRecipe
 from halfstep.recipe.schema import OptimizerOptions, WorldOptions
-from halfstep.step.shard_units import shard_units
-from halfstep.train.optimizers import moments_of
+from halfstep.step.shard_units import list_shard_units
+from halfstep.train.optimizers import count_optimizer_moments
 from halfstep.train.sharding import StateSize, choose_sharding, compile_blocks, synchronize_batchnorm
 
 GB = 2**30
@@ -58,7 +58,10 @@ def test_the_size_of_a_state_is_that_of_its_tensors() -> None:
     ("name", "momentum", "count"), [("adamw", 0.9, 2), ("sgd", 0.9, 1), ("sgd", 0.0, 0), ("rmsprop", 0.0, 1)]
 )
 def test_the_moments_of_an_optimizer_are_counted(name: str, momentum: float, count: int) -> None:
-    assert moments_of(OptimizerOptions.model_validate({"name": name, "momentum": momentum, "lr": 0.1})) == count
+    assert (
+        count_optimizer_moments(OptimizerOptions.model_validate({"name": name, "momentum": momentum, "lr": 0.1}))
+        == count
+    )
 
 
 @pytest.mark.parametrize(("mode", "holds"), [("ddp", "ddp 1"), ("fsdp", "fsdp 64"), ("hsdp", "hsdp 8")])
@@ -98,11 +101,11 @@ class Block(nn.Sequential):
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
 def test_a_model_without_blocks_of_its_own_is_not_compiled_in_shards(model: nn.Module) -> None:
     with pytest.raises(BadRecipe, match="without repeated blocks"):
-        compile_blocks(shard_units(model, torch.bfloat16))
+        compile_blocks(list_shard_units(model, torch.bfloat16))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_only_blocks_are_compiled() -> None:
     model = nn.Sequential(Block(nn.Linear(4, 4)), Block(nn.Linear(4, 4)), nn.LayerNorm(4))
-    compile_blocks(shard_units(model, torch.bfloat16))
+    compile_blocks(list_shard_units(model, torch.bfloat16))
     assert [module._compiled_call_impl is not None for module in (model, *model)] == [False, True, True, False]

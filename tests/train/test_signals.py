@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from halfstep.errors import NotBegun
-from halfstep.host_memory import nothing_collected
+from halfstep.host_memory import pause_gc
 from halfstep.train import signals
-from halfstep.train.signals import HEARD, Stopping
+from halfstep.train.signals import HEARD, StopSignalHandler
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 
@@ -29,7 +29,7 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
 @pytest.fixture(autouse=True)
 def no_collection() -> Iterator[None]:
     """A KeyboardInterrupt that meets a callback of the garbage collector is lost."""
-    with nothing_collected():
+    with pause_gc():
         yield
 
 
@@ -49,7 +49,7 @@ def send(*numbers: int) -> None:
 
 @pytest.mark.parametrize("number", HEARD)
 def test_a_signal_is_noted_and_ends_nothing(number: signal.Signals) -> None:
-    with Stopping() as run:
+    with StopSignalHandler() as run:
         assert run.asked is None
         send(number)
         assert run.asked == number.name
@@ -63,7 +63,7 @@ OTHERS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 def test_signals_of_terminals_and_schedulers_are_as_sigterm(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Stopping() as run, Stopping() as inner:
+    with StopSignalHandler() as run, StopSignalHandler() as inner:
         run.will_stop(signals.AFTER_STEP)
         send(number)
         assert inner.asked == number.name
@@ -80,7 +80,7 @@ def test_signals_that_somebody_else_has_stay_theirs(tmp_path: Path) -> None:
         with open(tmp_path / "stacks", "w") as stacks:
             faulthandler.register(signal.SIGUSR2, file=stacks)
             try:
-                with Stopping() as run:
+                with StopSignalHandler() as run:
                     send(*OTHERS)
                     assert run.asked is None
             finally:
@@ -98,7 +98,7 @@ def test_a_run_that_has_not_begun_leaves_in_time_whatever_it_waits_for(
 ) -> None:
     monkeypatch.setattr(signals, "UNBEGUN", 0.05)
     ended, recorded = list[int](), list[int]()
-    with Stopping(lambda code, reason: ended.append(code)) as run:
+    with StopSignalHandler(lambda code, reason: ended.append(code)) as run:
         run.record_leaving(lambda code, reason: recorded.append(code))
         run.will_stop(when)
         send(TERM)
@@ -111,7 +111,7 @@ def test_a_run_that_has_not_begun_leaves_in_time_whatever_it_waits_for(
 def test_a_second_ctrl_c_ends_a_run_whose_cleanup_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "LEAVING", 0.05)
     ended = threading.Event()
-    with Stopping(lambda code, reason: ended.set() if code == 130 else None):
+    with StopSignalHandler(lambda code, reason: ended.set() if code == 130 else None):
         send(INT)
         with pytest.raises(KeyboardInterrupt):
             send(INT)
@@ -119,7 +119,7 @@ def test_a_second_ctrl_c_ends_a_run_whose_cleanup_hangs(monkeypatch: pytest.Monk
 
 
 def test_further_sigterms_change_nothing() -> None:
-    with Stopping() as run:
+    with StopSignalHandler() as run:
         send(*[TERM] * 50)
         assert run.asked == "SIGTERM"
         send(INT)
@@ -127,7 +127,7 @@ def test_further_sigterms_change_nothing() -> None:
 
 
 def test_who_presses_ctrl_c_twice_insists() -> None:
-    with Stopping() as run:
+    with StopSignalHandler() as run:
         send(INT)
         send(TERM)
         with pytest.raises(KeyboardInterrupt):
@@ -136,7 +136,7 @@ def test_who_presses_ctrl_c_twice_insists() -> None:
 
 
 def test_a_third_ctrl_c_does_not_end_what_tidies_up_after_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Stopping():
+    with StopSignalHandler():
         send(INT)
         with pytest.raises(KeyboardInterrupt):
             send(INT)
@@ -147,7 +147,7 @@ def test_a_third_ctrl_c_does_not_end_what_tidies_up_after_the_second(monkeypatch
 
 
 def _fails() -> None:
-    with Stopping():
+    with StopSignalHandler():
         send(TERM)
         raise ZeroDivisionError
 
@@ -168,7 +168,7 @@ def test_handlers_are_given_back_after_an_error_too() -> None:
 def test_an_ignored_signal_is_ignored_again() -> None:
     before = signal.signal(INT, signal.SIG_IGN)
     try:
-        with Stopping() as run:
+        with StopSignalHandler() as run:
             send(INT)
         assert run.asked == "SIGINT"
         send(INT)
@@ -177,14 +177,14 @@ def test_an_ignored_signal_is_ignored_again() -> None:
 
 
 def test_the_inner_one_sees_what_the_outer_one_heard_and_the_other_way_round() -> None:
-    with Stopping() as outer:
-        with Stopping() as first:
+    with StopSignalHandler() as outer:
+        with StopSignalHandler() as first:
             assert first.asked is None
         send(TERM)
-        with Stopping() as second:
+        with StopSignalHandler() as second:
             assert second.asked == "SIGTERM"
-    with Stopping() as outer:
-        with Stopping() as inner:
+    with StopSignalHandler() as outer:
+        with StopSignalHandler() as inner:
             send(INT)
             assert (inner.asked, outer.asked) == ("SIGINT", "SIGINT")
         with pytest.raises(KeyboardInterrupt):
@@ -193,10 +193,10 @@ def test_the_inner_one_sees_what_the_outer_one_heard_and_the_other_way_round() -
 
 
 def test_one_after_another_begins_anew() -> None:
-    one = Stopping()
+    one = StopSignalHandler()
     with one:
         send(INT)
-    with Stopping() as run:
+    with StopSignalHandler() as run:
         assert run.asked is None
         send(INT)
         assert run.asked == "SIGINT", "the first of this one"
@@ -215,7 +215,7 @@ def test_another_thread_installs_nothing() -> None:
     seen: list[object] = []
 
     def alone() -> None:
-        with Stopping() as run:
+        with StopSignalHandler() as run:
             seen.append({number: signal.getsignal(number) for number in HEARD})
             seen.append(run.asked)
             seen.append(signals._active)
@@ -228,14 +228,14 @@ def test_another_thread_sees_what_the_main_one_heard() -> None:
     seen: list[str | None] = []
 
     def inside() -> None:
-        with Stopping() as run:
+        with StopSignalHandler() as run:
             seen.append(run.asked)
             send(TERM)
             while outer.asked is None:
                 pass
             seen.append(run.asked)
 
-    with Stopping() as outer:
+    with StopSignalHandler() as outer:
         thread = threading.Thread(target=inside)
         thread.start()
         thread.join()
@@ -254,7 +254,7 @@ def test_an_interrupt_at_any_line_of_its_door_leaves_no_handler_behind() -> None
     heard: list[int] = []
     before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in HEARD}
     ours = {number: signal.getsignal(number) for number in HEARD}
-    traced, outer, inner = sys.gettrace(), Stopping(), Stopping()
+    traced, outer, inner = sys.gettrace(), StopSignalHandler(), StopSignalHandler()
     raised = False
     try:
         sys.settrace(_interrupts)
@@ -287,7 +287,7 @@ def _said(capfd: pytest.CaptureFixture[str], *words: str) -> str:
 
 @pytest.mark.parametrize("when", [signals.BEFORE_STEPS, signals.AFTER_STEP, signals.AFTER_BATCH])
 def test_ctrl_c_is_acknowledged_with_what_it_leads_to(capfd: pytest.CaptureFixture[str], when: str) -> None:
-    with Stopping() as run:
+    with StopSignalHandler() as run:
         run.will_stop(when)
         send(INT)
         _said(capfd, f"stopping {when}; Ctrl-C again to stop now\n")
@@ -297,7 +297,7 @@ def test_ctrl_c_is_acknowledged_with_what_it_leads_to(capfd: pytest.CaptureFixtu
 
 
 def test_sigterm_is_acknowledged_once(capfd: pytest.CaptureFixture[str]) -> None:
-    with Stopping() as run, Stopping() as inner:
+    with StopSignalHandler() as run, StopSignalHandler() as inner:
         inner.will_stop(signals.AFTER_STEP)
         send(TERM)
         assert _said(capfd, "\n") == "SIGTERM: stopping after this step\n"
@@ -308,14 +308,14 @@ def test_sigterm_is_acknowledged_once(capfd: pytest.CaptureFixture[str]) -> None
 
 KERNEL = """
 import hashlib, os, signal, threading, time
-from halfstep.train.signals import Stopping, end_process
+from halfstep.train.signals import StopSignalHandler, end_process
 
 def press(*pauses):
     for pause in pauses:
         time.sleep(pause)
         os.kill(os.getpid(), signal.SIGINT)
 
-with Stopping({last_resort}) as run:
+with StopSignalHandler({last_resort}) as run:
     run.will_stop("after this step")
     threading.Thread(target=press, args=(0.1, 0.3), daemon=True).start()
     try:
@@ -350,7 +350,7 @@ def test_a_command_does_not_wait_for_a_long_kernel_twice() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_forked_process_ends_on_sigterm(capfd: pytest.CaptureFixture[str], nested: bool) -> None:
     """A pool or a loader ends its workers with SIGTERM: it ends them, and is none of the run's."""
-    with Stopping() as run, Stopping() if nested else contextlib.nullcontext():
+    with StopSignalHandler() as run, StopSignalHandler() if nested else contextlib.nullcontext():
         # The first is sent at once: it may find the child before its first line.
         for wait in (0.0, 0.1):
             child = os.fork()
@@ -372,7 +372,7 @@ def test_a_forked_process_that_leaves_the_block_takes_nothing_from_the_parent(
 ) -> None:
     child = -1
     try:
-        with Stopping():
+        with StopSignalHandler():
             child = os.fork()
             if child:
                 os.waitpid(child, 0)
@@ -386,7 +386,7 @@ def test_a_forked_process_that_leaves_the_block_takes_nothing_from_the_parent(
 
 def test_a_data_worker_outlives_the_first_ctrl_c() -> None:
     """The terminal sends it to every process of the group, and the run still needs its workers for this step."""
-    with Stopping():
+    with StopSignalHandler():
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -407,7 +407,7 @@ def test_other_signals_still_reach_an_event_loop() -> None:
     writer.setblocking(False)
     before, handler = signal.set_wakeup_fd(writer.fileno()), signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
-        with Stopping():
+        with StopSignalHandler():
             send(signal.SIGUSR1, INT)
             reader.settimeout(5.0)
             assert reader.recv(8) == bytes([signal.SIGUSR1])
@@ -421,7 +421,7 @@ def test_other_signals_still_reach_an_event_loop() -> None:
 
 @pytest.mark.wording
 def test_asked_before_the_first_step_it_has_not_begun() -> None:
-    with Stopping() as run:
+    with StopSignalHandler() as run:
         run.leave_unbegun()
         send(TERM)
         with pytest.raises(NotBegun, match="SIGTERM before the first step"):

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 import halfstep
 from faults import rig
 from halfstep import Stepper
-from halfstep.checkpoint.packing import pack, unpack
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.checkpoint.reading import read_state
+from halfstep.checkpoint.packing import pack_state, unpack_state
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
+from halfstep.checkpoint.reading import read_rank_state
 from halfstep.errors import BadRecipe, MissingExtra, StateMismatch
 from halfstep.journal.jsonl import JOURNAL, read_events
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.recipe.schema import OptimizerOptions
-from halfstep.step.small_states import KIND, kind_of, to_parts
+from halfstep.step.small_states import KIND, find_small_state_kind, split_small_state
 from halfstep.train.optimizers import make_optimizer
 from halfstep.train.state import State
 from tests.support.digest import digest_of_run
@@ -63,7 +63,7 @@ def text_stepper(state: str, seed: int = 0, weight_format: str = "fp32") -> Step
     return Stepper(
         model,
         optimizer,
-        precision=precision_named("bf16"),
+        precision=resolve_precision_name("bf16"),
         schedule=schedule,
         clip_norm=1.0,
         weight_format=weight_format,
@@ -85,13 +85,15 @@ def test_matrices_have_small_moments_and_others_fp32(state: str) -> None:
         assert stepper.step(loss_of, ids(number)).applied
     optimizer = stepper.optimizers["loss"]
     small = {
-        name for name, p in stepper.model.named_parameters() if kind_of(optimizer.state[p]["exp_avg"]) == KINDS[state]
+        name
+        for name, p in stepper.model.named_parameters()
+        if find_small_state_kind(optimizer.state[p]["exp_avg"]) == KINDS[state]
     }
     assert small == {"up.weight", "down.weight", "conv.weight"}
     assert isinstance(optimizer.param_groups[0]["lr"], float)
     loaded = text_stepper(state, seed=1)
-    plain, tensors = pack(stepper.state_dict(), "state")
-    loaded.load_state_dict(unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()}, "a file"))
+    plain, tensors = pack_state(stepper.state_dict(), "state")
+    loaded.load_state_dict(unpack_state(plain, {name: tensor.clone() for name, tensor in tensors.items()}, "a file"))
     for one in (stepper, loaded):
         own = one.optimizers["loss"].state
         quantized = [p for name, p in one.model.named_parameters() if name in small]
@@ -101,7 +103,7 @@ def test_matrices_have_small_moments_and_others_fp32(state: str) -> None:
 
 
 def plain_of(value: Tensor) -> list[Tensor]:
-    return [part for part in to_parts(value).values() if isinstance(part, Tensor)]
+    return [part for part in split_small_state(value).values() if isinstance(part, Tensor)]
 
 
 @pytest.mark.parametrize("weight_format", ["fp32", "bf16-split", "bf16-stochastic"])
@@ -201,7 +203,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, state: s
     more["checkpoint.background"] = False
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     assert rig.run(cut, more, task=Killed) == -signal.SIGKILL, rig.said(cut)
-    plain, tensors = read_state(generations(cut / CHECKPOINTS)[0], 0)
+    plain, tensors = read_rank_state(list_generations(cut / CHECKPOINTS)[0], 0)
     then = State.from_parts(plain, tensors, "the checkpoint").optimizers["loss"]["state"]
     kinds = {value[KIND] for kept in then.values() for value in kept.values() if isinstance(value, dict)}
     assert kinds == ({KINDS[state]} if state in KINDS else set())
@@ -267,36 +269,38 @@ def test_saved_by_two_ranks_loaded_by_one_and_back(tmp_path: Path, state: str) -
 
 def moments(folder: Path) -> dict[str, Tensor]:
     """Return the optimizer's tensors of the newest checkpoint, whole."""
-    _, tensors = read_state(generations(folder / "run" / "checkpoints")[0], 0)
+    _, tensors = read_rank_state(list_generations(folder / "run" / "checkpoints")[0], 0)
     return {name: tensor for name, tensor in tensors.items() if name.startswith("optimizers/")}
 
 
 def unequal(rank: int, folder: str, more: dict[str, Any]) -> list[str]:
     """Return the moments that ranks in shards do not hold as the newest checkpoint has them."""
     from halfstep import distributed
-    from halfstep.checkpoint.packing import pack
+    from halfstep.checkpoint.packing import pack_state
     from halfstep.journal.events import Journal
     from halfstep.recipe.sources import read_recipe
-    from halfstep.runs.resolve import resolved_recipe
-    from halfstep.train.resume import find, resume_from
+    from halfstep.runs.resolve import resolve_run_recipe
+    from halfstep.train.resume import find_checkpoint, resume_from
     from halfstep.train.run import make_loop
     from tests.train.test_loop import RECIPE
 
     recipe = Path(folder) / f"again-{rank}.yaml"
     recipe.write_text(RECIPE)
-    asked = resolved_recipe(read_recipe(str(recipe)), settings(folder, "fsdp", **more), schema=Tiny.schema).recipe
+    asked = resolve_run_recipe(read_recipe(str(recipe)), settings(folder, "fsdp", **more), schema=Tiny.schema).recipe
     run = Path(folder) / "run"
-    found = find(run)
+    found = find_checkpoint(run)
     assert found is not None
     loop = make_loop(Tiny(asked), asked, run, Journal(), auto_choices=found.auto_choices)
     resume_from(loop, found, Path(folder) / "elsewhere", ())
-    _, now = pack(State.of(loop.live).optimizers, "optimizers")
+    _, now = pack_state(State.of(loop.live).optimizers, "optimizers")
     then = moments(Path(folder))
     assert now.keys() == then.keys()
-    mine = {name: held.chunk(2) if distributed.is_shard(now[name]) else (held, held) for name, held in then.items()}
+    mine = {
+        name: held.chunk(2) if distributed.is_dtensor_shard(now[name]) else (held, held) for name, held in then.items()
+    }
     # Of a parameter of one row, the second rank has nothing.
     shares = {name: parts[rank] if rank < len(parts) else parts[0][:0] for name, parts in mine.items()}
-    return [name for name, held in shares.items() if bits(distributed.local(now[name])) != bits(held)]
+    return [name for name, held in shares.items() if bits(distributed.unwrap_local_tensor(now[name])) != bits(held)]
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from faults.wrong_pairs import Kind, Net, loop_of
 from halfstep import distributed
 from halfstep.errors import BadData, StateMismatch
-from halfstep.train.environment import differences, environment
-from halfstep.train.process_group import rng_preserved
+from halfstep.train.environment import collect_environment, list_environment_changes
+from halfstep.train.process_group import preserve_rng
 from halfstep.train.state import COMPONENTS, OWN, State
 from tests.support.digest import digest_of
 
 
 @pytest.fixture(autouse=True)
 def _kept() -> Iterator[None]:
-    with rng_preserved():
+    with preserve_rng():
         yield
 
 
@@ -143,13 +143,17 @@ def test_an_optimizers_numbers_have_names(tmp_path: Path) -> None:
 
 
 def test_the_environment_is_told_fact_by_fact() -> None:
-    here = environment(torch.device("cpu"))
-    assert differences(here, here) == []
-    assert differences({**here, "halfstep": "0"}, here) == []
-    assert differences({**here, "threads": 99}, here) == [f"threads was 99, and is {here['threads']}"]
+    here = collect_environment(torch.device("cpu"))
+    assert list_environment_changes(here, here) == []
+    assert list_environment_changes({**here, "halfstep": "0"}, here) == []
+    assert list_environment_changes({**here, "threads": 99}, here) == [f"threads was 99, and is {here['threads']}"]
     other = {**here, "flags": {**here["flags"], "deterministic": "maybe"}}
-    assert differences(other, here) == [f"flags.deterministic was maybe, and is {here['flags']['deterministic']}"]
-    assert differences({}, here) == [f"{key} was None, and is {value}" for key, value in _flat(here) if value]
+    assert list_environment_changes(other, here) == [
+        f"flags.deterministic was maybe, and is {here['flags']['deterministic']}"
+    ]
+    assert list_environment_changes({}, here) == [
+        f"{key} was None, and is {value}" for key, value in _flat(here) if value
+    ]
 
 
 def _flat(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:

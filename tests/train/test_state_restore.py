@@ -18,15 +18,15 @@ from faults.wrong_pairs import Kind, Net, loop_of, saved_by
 from halfstep.errors import BadData, StateMismatch
 from halfstep.recipe.changes import DATA
 from halfstep.train.loop import Loop
-from halfstep.train.process_group import rng_preserved
-from halfstep.train.resume import FoundCheckpoint, find, resume_from
-from halfstep.train.state import FORM, State, restore
+from halfstep.train.process_group import preserve_rng
+from halfstep.train.resume import FoundCheckpoint, find_checkpoint, resume_from
+from halfstep.train.state import FORM, State, restore_state
 from tests.support.digest import digest_of
 
 
 @pytest.fixture(autouse=True)
 def _kept() -> Iterator[None]:
-    with rng_preserved():
+    with preserve_rng():
         yield
 
 
@@ -40,7 +40,7 @@ def saved(loop: Loop) -> None:
 
 
 def resumed(kind: Kind, folder: Path, accepted: tuple[str, ...] = ()) -> Loop:
-    loop, found = loop_of(kind, folder), find(folder)
+    loop, found = loop_of(kind, folder), find_checkpoint(folder)
     assert found is not None
     resume_from(loop, found, folder, accepted)
     return loop
@@ -156,11 +156,11 @@ def test_late_buffers_that_a_model_saves_are_refused(one: Any, other: Any, tmp_p
     loop = loop_of(Kind(other), tmp_path)
     before = digest(loop)
     if other is Net:  # which has a place for all of them
-        restore(loop.live, _found(tmp_path).state)
+        restore_state(loop.live, _found(tmp_path).state)
         assert len(loop.model.seen) == 7
         return
     with pytest.raises(StateMismatch, match="seen was 7 in float32, and is 0 in float32"):
-        restore(loop.live, _found(tmp_path).state)
+        restore_state(loop.live, _found(tmp_path).state)
     assert digest(loop) == before
 
 
@@ -174,7 +174,7 @@ def test_a_buffer_takes_no_others_place(name: str, tmp_path: Path) -> None:
     loop = loop_of(Kind(Late), tmp_path)
     before = digest(loop)
     with pytest.raises(StateMismatch, match=f"not in the model: {name}"):
-        restore(loop.live, found.state)
+        restore_state(loop.live, found.state)
     assert digest(loop) == before
 
 
@@ -218,7 +218,7 @@ AVERAGED = Kind(settings={"train.ema": 0.9})
 def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with an average of its weights."""
     folder = tmp_path_factory.mktemp("averaged")
-    with rng_preserved():
+    with preserve_rng():
         saved_by(AVERAGED, folder)
     return folder
 
@@ -243,12 +243,12 @@ def test_a_component_of_another_form_is_refused_and_nothing_is_changed(
         folder = Path(shutil.copytree(averaged, tmp_path / change))
         refit(folder, lambda state, change=change: spoil(state, change))
         with pytest.raises((StateMismatch, BadData)):
-            restore(loop.live, _found(folder).state)
+            restore_state(loop.live, _found(folder).state)
         assert digest(loop) == before, change
 
 
 def _found(folder: Path) -> FoundCheckpoint:
-    found = find(folder)
+    found = find_checkpoint(folder)
     assert found is not None
     return found
 
@@ -267,17 +267,17 @@ def test_a_guard_that_refuses_does_so_before_anything_is_changed(tmp_path: Path)
     loop.stepper.guards.append(Steady())
     losses(loop, 5)
     saved(loop)
-    second, found = loop_of(Kind(), tmp_path), find(tmp_path)
+    second, found = loop_of(Kind(), tmp_path), find_checkpoint(tmp_path)
     assert found is not None
     second.stepper.guards.append(Strict())
     second.stepper.guards[-1].before.append(0.5)
     before = digest(second)
     with pytest.raises(StateMismatch, match="another length"):
-        restore(second.live, found.state)
+        restore_state(second.live, found.state)
     assert digest(second) == before
     second.stepper.guards[:] = []
     with pytest.raises(StateMismatch, match="steady"):
-        restore(second.live, found.state)
+        restore_state(second.live, found.state)
 
 
 @pytest.mark.wording
@@ -288,11 +288,11 @@ def test_samples_that_were_set_aside_are_others_in_other_data(tmp_path: Path) ->
     assert loop.progress.quarantined == [3]
     saved(loop)
     assert resumed(kind, tmp_path).live.samples.quarantined == {3}
-    other, found = loop_of(kind, tmp_path), find(tmp_path)
+    other, found = loop_of(kind, tmp_path), find_checkpoint(tmp_path)
     assert found is not None
     other.live.data_fingerprint = loop_of(Kind(settings={"data.samples": 40}), tmp_path).live.data_fingerprint
     with pytest.raises(StateMismatch, match="40 samples removed"):
-        restore(other.live, found.state)
-    assert restore(other.live, found.state, (DATA,)).data
+        restore_state(other.live, found.state)
+    assert restore_state(other.live, found.state, (DATA,)).data
     assert other.live.samples.quarantined == set()
     assert other.progress.attempts == 12

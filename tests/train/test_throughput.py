@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.resolve import resolved_recipe
-from halfstep.train.throughput import Length, TimeLeft, too_long
+from halfstep.runs.resolve import resolve_run_recipe
+from halfstep.train.throughput import RunLength, TimeLeft, describe_long_run
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
 def timed(epochs: int = 5, every: int = 1, steps: int = 10, evaluation: float = 3.0) -> tuple[TimeLeft, Clock]:
     clock = Clock()
-    left = TimeLeft(Length(epochs * steps, epochs, every, evaluation), clock)
+    left = TimeLeft(RunLength(epochs * steps, epochs, every, evaluation), clock)
     left.begin()
     return left, clock
 
@@ -64,7 +64,7 @@ def test_an_evaluation_says_what_it_takes_while_it_runs() -> None:
 @pytest.mark.parametrize("every", range(1, 8))
 @pytest.mark.parametrize("epochs", range(1, 8))
 def test_epochs_that_end_with_an_evaluation_are_those_that_the_loop_judges(epochs: int, every: int) -> None:
-    length = Length(10 * epochs, epochs, every, 1.0)
+    length = RunLength(10 * epochs, epochs, every, 1.0)
     for done in range(epochs + 1):
         to_come = range(done + 1, epochs + 1)
         due = [epoch for epoch in to_come if epoch % every == 0 or epoch == epochs]
@@ -83,11 +83,11 @@ def test_epochs_without_an_evaluation_cost_what_they_cost() -> None:
 
 
 def recipe(name: str, *settings: str) -> Any:
-    return resolved_recipe(read_recipe(name), list(settings)).recipe
+    return resolve_run_recipe(read_recipe(name), list(settings)).recipe
 
 
 def test_a_run_of_hours_is_told_with_what_would_be_shorter() -> None:
-    text = too_long(recipe("unet"), "data.crop", seconds=50_400.0, per_step=41.0, on_cores=True)
+    text = describe_long_run(recipe("unet"), "data.crop", seconds=50_400.0, per_step=41.0, on_cores=True)
     assert text is not None
     assert text.startswith("41 s a step: this run takes about 14 h 00 min here. Shorter: ")
     assert "data.crop=256, with a quarter of the pixels (about 3 h 30 min)" in text
@@ -97,13 +97,13 @@ def test_a_run_of_hours_is_told_with_what_would_be_shorter() -> None:
 
 @pytest.mark.parametrize(("seconds", "on_cores"), [(3000.0, True), (50_400.0, False)])
 def test_an_hour_is_none_to_speak_of_nor_is_a_night_on_an_accelerator(seconds: float, on_cores: bool) -> None:
-    assert too_long(recipe("unet"), "data.crop", seconds=seconds, per_step=1.0, on_cores=on_cores) is None
+    assert describe_long_run(recipe("unet"), "data.crop", seconds=seconds, per_step=1.0, on_cores=on_cores) is None
 
 
 def test_a_run_by_steps_is_shortened_by_steps_and_a_size_that_cannot_be_halved_is_left() -> None:
     by_steps = recipe("segmentation_tiny", "train.epochs=null", "train.steps=1000")
-    text = too_long(by_steps, "data.crop", seconds=36_000.0, per_step=36.0, on_cores=True)
+    text = describe_long_run(by_steps, "data.crop", seconds=36_000.0, per_step=36.0, on_cores=True)
     assert text is not None
     assert "train.steps=50 for a quick look (about 30 min 00 s)" in text
     assert "data.crop" not in text
-    assert too_long(by_steps, "", seconds=36_000.0, per_step=36.0, on_cores=True)
+    assert describe_long_run(by_steps, "", seconds=36_000.0, per_step=36.0, on_cores=True)

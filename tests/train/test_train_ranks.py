@@ -74,7 +74,7 @@ def test_a_refused_folder_ends_both_with_the_same_words(on_ranks: Ranks, tmp_pat
 
 
 def texts(rank: int) -> list[str]:
-    return distributed.from_all("" if rank else "from zero: ü")
+    return distributed.gather_texts("" if rank else "from zero: ü")
 
 
 def test_every_rank_hears_every_text(on_ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from halfstep.files import write_json
 from halfstep.peers import Peers
 from halfstep.recipe.schema import WorldOptions
 from halfstep.train import watchdog
-from halfstep.train.status import Launch, RankStatus, status_file
+from halfstep.train.status import Launch, RankStatus, name_status_file
 from halfstep.train.watchdog import AWAY, ENDING, SILENT, Watchdog
 
 QUICK = WorldOptions(timeout=0.4, start_timeout=0.4)
@@ -72,7 +72,7 @@ class Away:
         self.watchdog = Watchdog(RankStatus(folder, Launch("token")), WorldOptions(), peers=self.peers)
 
     def writes(self, rank: int = 1, **status: Any) -> None:
-        write_json(self.folder / status_file(rank), {"launch": "token", "state": "running", **status})
+        write_json(self.folder / name_status_file(rank), {"launch": "token", "state": "running", **status})
 
     def looks(self, seconds: float) -> None:
         self.watchdog._look_away(seconds)
@@ -133,22 +133,22 @@ def test_a_rank_that_says_it_ended_is_not_waited_for(away: Away) -> None:
 
 
 def test_each_rank_watches_a_few_and_each_is_watched(tmp_path: Path) -> None:
-    watched = [watchdog._next_ranks(tuple(r for r in range(64) if r != own), own) for own in range(64)]
+    watched = [watchdog._select_next_ranks(tuple(r for r in range(64) if r != own), own) for own in range(64)]
     assert {len(few) for few in watched} == {AWAY}
     assert all(sum(rank in few for few in watched) == AWAY for rank in range(64))
 
 
 def test_the_wait_of_the_main_thread_counts_and_no_other(tmp_path: Path) -> None:
-    with distributed.waiting():
+    with distributed.mark_thread_waiting():
         assert distributed.is_waiting()
-        with distributed.waiting():
+        with distributed.mark_thread_waiting():
             pass
         assert distributed.is_waiting()
     assert not distributed.is_waiting()
     inside, seen = threading.Event(), list[bool]()
 
     def other() -> None:
-        with distributed.waiting():
+        with distributed.mark_thread_waiting():
             inside.set()
             seen.append(distributed.is_waiting())
 

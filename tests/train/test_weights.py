@@ -17,8 +17,15 @@ import torch
 from torch import nn
 
 from halfstep.errors import BadData, BadRecipe, StateMismatch, UnknownName, Unsafe
-from halfstep.train.freezing import freeze
-from halfstep.train.weights import MOST_LINES, digest, finite, infinite_buffers, load_weights, save_weights
+from halfstep.train.freezing import freeze_parts
+from halfstep.train.weights import (
+    MOST_LINES,
+    compute_weights_digest,
+    find_infinite_buffers,
+    has_finite_weights,
+    load_weights,
+    save_weights,
+)
 
 
 def network(classes: int = 4, seed: int = 0) -> nn.Sequential:
@@ -32,11 +39,11 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 def test_what_is_saved_is_loaded_to_the_bit(tmp_path: Path) -> None:
     model, other = network().to(memory_format=torch.channels_last), network(seed=1)
-    assert digest(model) != digest(other)
+    assert compute_weights_digest(model) != compute_weights_digest(other)
     save_weights(model, tmp_path / "new" / "a.safetensors", {"epoch": "3"})
     report = load_weights(other, tmp_path / "new" / "a.safetensors")
     assert same(model, other)
-    assert digest(model) == digest(other)
+    assert compute_weights_digest(model) == compute_weights_digest(other)
     assert (report.fitted, report.complete) == (len(model.state_dict()), True)
     with safetensors.safe_open(tmp_path / "new" / "a.safetensors", "pt") as file:
         assert file.metadata()["epoch"] == "3"
@@ -147,12 +154,12 @@ class Causal(nn.Module):
 
 def test_infinite_buffers_and_words_in_the_state(tmp_path: Path) -> None:
     model, other = Causal(0), Causal(1)
-    assert finite(model)
+    assert has_finite_weights(model)
     save_weights(model, tmp_path / "a.safetensors")
     report = load_weights(other, tmp_path / "a.safetensors")
     assert report.complete
     assert report.fitted == len(model.state_dict()) - 1
-    assert digest(model) == digest(other)
+    assert compute_weights_digest(model) == compute_weights_digest(other)
     assert torch.equal(model.mask, other.mask)
 
 
@@ -163,7 +170,7 @@ def test_what_is_not_sound_is_known_before_it_is_saved(tmp_path: Path, place: st
     spoiled = model.mask if place == "mask" else model.part[0].weight
     with torch.no_grad():
         spoiled[0, 0] = float(bad)
-    assert not finite(model)
+    assert not has_finite_weights(model)
     save_weights(model, tmp_path / "a.safetensors")
     with pytest.raises(BadData, match=place):
         load_weights(Causal(), tmp_path / "a.safetensors")
@@ -174,11 +181,11 @@ def test_what_is_not_sound_is_known_before_it_is_saved(tmp_path: Path, place: st
 def test_a_buffer_that_was_finite_when_the_model_was_built_stays_so(tmp_path: Path, bad: str) -> None:
     """Statistics of batches that overflowed; a mask beside them is infinite on purpose."""
     model = nn.Sequential(Causal(), nn.BatchNorm1d(3))
-    infinite = infinite_buffers(model)
+    infinite = find_infinite_buffers(model)
     assert infinite == {"0.mask"}
-    assert finite(model, infinite)
+    assert has_finite_weights(model, infinite)
     model[1].running_var[1] = float(bad)
-    assert not finite(model, infinite)
+    assert not has_finite_weights(model, infinite)
     save_weights(model, tmp_path / "a.safetensors")
     with pytest.raises(BadData, match=r"1\.running_var"):
         load_weights(nn.Sequential(Causal(), nn.BatchNorm1d(3)), tmp_path / "a.safetensors")
@@ -217,11 +224,11 @@ def test_an_encoder_finds_its_place(tmp_path: Path) -> None:
 def test_another_model_is_refused_in_few_lines_and_nothing_moves(tmp_path: Path) -> None:
     save_weights(nn.Sequential(*(nn.Linear(3, 3) for _ in range(50))), tmp_path / "a.safetensors")
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
-    before = digest(model)
+    before = compute_weights_digest(model)
     with pytest.raises(StateMismatch) as caught:
         load_weights(model, tmp_path / "a.safetensors", partial=True)
     assert len(str(caught.value).splitlines()) <= MOST_LINES + 3
-    assert digest(model) == before
+    assert compute_weights_digest(model) == before
 
 
 @pytest.mark.wording
@@ -231,10 +238,10 @@ def test_weights_that_are_not_finite_are_refused_whole(tmp_path: Path, bad: floa
     with torch.no_grad():
         spoiled[3].weight[0, 0] = bad
     save_weights(spoiled, tmp_path / "a.safetensors")
-    before = digest(model)
+    before = compute_weights_digest(model)
     with pytest.raises(BadData, match=r"first in 3\.weight"):
         load_weights(model, tmp_path / "a.safetensors")
-    assert digest(model) == before
+    assert compute_weights_digest(model) == before
 
 
 class Canary:
@@ -319,7 +326,7 @@ def test_a_frozen_part_does_not_move_and_the_rest_does() -> None:
     model = nn.Sequential()
     model.add_module("encoder", nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
     model.add_module("head", nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)))
-    assert freeze(model, ["encoder"]) == ["encoder is frozen: 120 parameters"]
+    assert freeze_parts(model, ["encoder"]) == ["encoder is frozen: 120 parameters"]
     average = copy.deepcopy(model)
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1)
@@ -337,7 +344,7 @@ def test_a_frozen_part_does_not_move_and_the_rest_does() -> None:
 
 def test_freezing_a_single_parameter_or_a_part_of_a_part() -> None:
     model = network()
-    freeze(model, ["0.bias", "1"])
+    freeze_parts(model, ["0.bias", "1"])
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["0.weight", "3.weight", "3.bias"]
 
 
@@ -346,7 +353,7 @@ def test_freezing_a_single_parameter_or_a_part_of_a_part() -> None:
 def test_a_part_that_is_not_there(name: str) -> None:
     model = nn.ModuleDict({"encoder": network(), "decoder": network()})
     with pytest.raises(UnknownName) as caught:
-        freeze(model, ["decoder", name])
+        freeze_parts(model, ["decoder", name])
     assert "encoder, decoder" in caught.value.allowed
     assert all(p.requires_grad for p in model.parameters())
     if name == "encodr":
@@ -357,6 +364,6 @@ def test_a_part_that_is_not_there(name: str) -> None:
 def test_freezing_everything_is_refused() -> None:
     model = nn.ModuleDict({"a": network(), "b": network()})
     with pytest.raises(BadRecipe, match="nothing to train"):
-        freeze(model, ["a", "b"])
-    assert freeze(model, []) == []
+        freeze_parts(model, ["a", "b"])
+    assert freeze_parts(model, []) == []
     assert all(p.requires_grad for p in model.parameters())

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.doctor.wheel import Board, Build, check_build
+from halfstep.doctor.wheel import DriverGpu, TorchBuild, check_build
 from halfstep.precision.hardware import Device
 from zoo.outcome import Outcome
 
 GPUS = {"A100": (8, 0), "Tesla T4": (7, 5), "Tesla P40": (6, 1), "Tesla K80": (3, 7)}
 LADDER = {"A100": "bf16", "Tesla T4": "fp16", "Tesla P40": "fp32", "Tesla K80": "fp32"}
-NEWER = Build(
+NEWER = TorchBuild(
     torch="2.5.1+cu121",
     cuda=(12, 1),
     architectures=("sm_80", "sm_90"),
     driver=(12, 8),
-    boards=(Board("NVIDIA GeForce RTX 5090", (12, 0)),),
+    boards=(DriverGpu("NVIDIA GeForce RTX 5090", (12, 0)),),
 )
 
 

@@ -12,9 +12,9 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from halfstep.errors import BadData
-from halfstep.tasks.latent_cache.cache import CachedLatents, cached
-from halfstep.tasks.latent_cache.encoding import Encoding
-from halfstep.train.weights import digest
+from halfstep.tasks.latent_cache.cache import CachedLatents, load_or_encode_latents
+from halfstep.tasks.latent_cache.encoding import MomentEncoder
+from halfstep.train.weights import compute_weights_digest
 from zoo.outcome import Outcome
 from zoo.p17b_stale_latent_cache.plain import another, first, images, in_fp16, in_fp32
 
@@ -53,8 +53,10 @@ def run() -> Outcome:
 def _latents(
     encode: Callable[[AutoencoderKL, Tensor], Tensor], format: str, vae: AutoencoderKL, pictures: list[Tensor]
 ) -> CachedLatents:
-    encoding = Encoding(lambda batch: encode(vae, batch), _image, torch.device("cpu"))
-    return cached(encoding, Pictures(pictures), parts={"autoencoder": digest(vae), "format": format})
+    encoding = MomentEncoder(lambda batch: encode(vae, batch), _image, torch.device("cpu"))
+    return load_or_encode_latents(
+        encoding, Pictures(pictures), parts={"autoencoder": compute_weights_digest(vae), "format": format}
+    )
 
 
 def _image(sample: dict[str, Tensor]) -> Tensor:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from zoo.outcome import Outcome
 from zoo.p19_positions_collapse_in_bf16.plain import TIMESTEPS, batch, cast_loss, distinct, model
 
-BF16 = precision_named("bf16")
+BF16 = resolve_precision_name("bf16")
 """The precision itself, not its name: that would become fp32 on a CPU that only emulates bf16."""
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from zoo.outcome import Outcome
 from zoo.p31_compiled_backward_leaves_fp32.plain import FORMATS, Model, batch, compiled, in_words
 
@@ -42,7 +42,7 @@ def _update(name: str, made: Any) -> Tensor:
     before = model.head.weight.detach().clone()
     # The precision itself, not its name: bf16 by name becomes fp32 on a CPU that only emulates it.
     stepper = halfstep.Stepper(
-        made(model), torch.optim.SGD(model.parameters(), lr=1e-3), precision=precision_named(name)
+        made(model), torch.optim.SGD(model.parameters(), lr=1e-3), precision=resolve_precision_name(name)
     )
     for _ in range(STEPS):
         stepper.step(loss_fn, batch())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from zoo.outcome import Outcome
 from zoo.p34_loss_that_only_cuda_refuses.plain import Classifier, Product, batch
 
@@ -28,7 +28,9 @@ def run() -> Outcome:
     plain = Classifier(own_function=False)
     plain.loss = halfstep.island(nn.BCELoss())
     left = _found(model, device=None) | _found(plain, device="a100-80gb")
-    stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), precision=precision_named("bf16"))
+    stepper = halfstep.Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), precision=resolve_precision_name("bf16")
+    )
     report = stepper.step(loss_fn, batch())
     return Outcome(
         good=sorted(found) == IDS and lines and not left and report.applied,

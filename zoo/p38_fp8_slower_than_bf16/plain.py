@@ -26,7 +26,7 @@ def run() -> Outcome:
         "bf16": lambda: nn.functional.linear(x, weight),
         "fp8": lambda: nn.functional.linear(in_fp8(x), in_fp8(weight)),
     }
-    slower = clock.ratios(arms, baseline="bf16", pairs=40, calls=10)["fp8"].median
+    slower = clock.measure_time_ratios(arms, baseline="bf16", pairs=40, calls=10)["fp8"].median
     return Outcome(
         good=slower <= 1.0,
         seen=f"a layer of {WIDTH} by {WIDTH} takes {slower:.1f} times as long in fp8 as in bf16",

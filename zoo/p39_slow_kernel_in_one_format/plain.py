@@ -25,7 +25,7 @@ def batch() -> Tensor:
 
 def run() -> Outcome:
     arms = {"fp32": partial(_step, None), "fp16": partial(_step, torch.float16)}
-    slower = clock.ratios(arms, baseline="fp32", pairs=10)["fp16"].median
+    slower = clock.measure_time_ratios(arms, baseline="fp32", pairs=10)["fp16"].median
     return Outcome(
         good=slower < SLOWER,
         seen=f"forward and backward take {slower:.1f} times as long in fp16 as in fp32, and nothing is said",

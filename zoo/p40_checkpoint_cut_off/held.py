@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from halfstep.checkpoint.commit import RankSnapshot, commit
-from halfstep.checkpoint.paths import Disk, generations
-from halfstep.checkpoint.reading import newest_intact, read_state
+from halfstep.checkpoint.commit import RankSnapshot, commit_checkpoint
+from halfstep.checkpoint.paths import Disk, list_generations
+from halfstep.checkpoint.reading import find_newest_intact, read_rank_state
 from halfstep.distributed import RankGroup
 from zoo.outcome import Outcome
 from zoo.p40_checkpoint_cut_off.plain import state
@@ -41,7 +41,7 @@ def run() -> Outcome:
             killed = True
         after_the_kill = newest(folder)
         save(folder, 3, Disk())
-        weights = max(generations(folder)[0].path.iterdir(), key=lambda file: file.stat().st_size)
+        weights = max(list_generations(folder)[0].path.iterdir(), key=lambda file: file.stat().st_size)
         weights.write_bytes(weights.read_bytes()[:-1000])
         after_damage = newest(folder)
     return Outcome(
@@ -52,12 +52,12 @@ def run() -> Outcome:
 
 
 def save(folder: Path, step: int, disk: Disk) -> None:
-    commit(folder, RankSnapshot(step, {"attempt": step}, state(step)), keep=3, disk=disk, party=RankGroup())
+    commit_checkpoint(folder, RankSnapshot(step, {"attempt": step}, state(step)), keep=3, disk=disk, party=RankGroup())
 
 
 def newest(folder: Path) -> int:
     """Return the step of the newest intact checkpoint, by its tensors."""
-    intact, _damaged = newest_intact(folder)
+    intact, _damaged = find_newest_intact(folder)
     assert intact is not None
-    tensors: dict[str, Tensor] = read_state(intact.generation, 0)[1]
+    tensors: dict[str, Tensor] = read_rank_state(intact.generation, 0)[1]
     return int(tensors["weight"][0, 0])

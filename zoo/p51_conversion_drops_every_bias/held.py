@@ -6,7 +6,7 @@ import torch
 
 import halfstep
 from halfstep.errors import StartCheckFailed
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from zoo.outcome import Outcome
 from zoo.p51_conversion_drops_every_bias.plain import batch, loss_fn, model
 
@@ -14,7 +14,7 @@ from zoo.p51_conversion_drops_every_bias.plain import batch, loss_fn, model
 def run() -> Outcome:
     net = model()
     stepper = halfstep.Stepper(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), precision=precision_named("bf16"), check=True
+        net, torch.optim.SGD(net.parameters(), lr=0.1), precision=resolve_precision_name("bf16"), check=True
     )
     try:
         stepper.step(loss_fn, batch())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import halfstep
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from zoo.outcome import Outcome
 from zoo.p61_bf16_weights_stand_still.plain import RATE, UPDATES, batch, make_model, way
 
@@ -14,7 +14,7 @@ def way_as(weight_format: str) -> tuple[float, torch.dtype]:
     model = make_model()
     start = model.weight.detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    stepper = halfstep.Stepper(model, optimizer, precision=precision_named("bf16"), weight_format=weight_format)
+    stepper = halfstep.Stepper(model, optimizer, precision=resolve_precision_name("bf16"), weight_format=weight_format)
     for number in range(UPDATES):
         stepper.step(lambda m, x: m(x).float().square().mean(), batch(number))
     end = model.weight.detach() if stepper.weights is None else stepper.weights.wide(model.weight)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import halfstep
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from zoo.outcome import Outcome
 from zoo.p62_replicas_drift_by_global_noise.plain import UPDATES, differing, gradient, make_model
 
@@ -15,7 +15,7 @@ def replica(draws: int) -> Tensor:
     model = make_model()
     optimizer = torch.optim.SGD([model.weight], lr=1e-3)
     stepper = halfstep.Stepper(
-        model, optimizer, precision=precision_named("bf16"), weight_format="bf16-stochastic", observe=False
+        model, optimizer, precision=resolve_precision_name("bf16"), weight_format="bf16-stochastic", observe=False
     )
     torch.manual_seed(7)
     torch.rand(draws)

@@ -7,7 +7,7 @@ import copy
 import torch
 
 import halfstep
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from zoo.outcome import Outcome
 from zoo.p63_adam_state_rounded_on_resume.plain import batch, make_model
 
@@ -15,7 +15,7 @@ from zoo.p63_adam_state_rounded_on_resume.plain import batch, make_model
 def make_stepper() -> halfstep.Stepper:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return halfstep.Stepper(model, optimizer, precision=precision_named("bf16"), weight_format="bf16-split")
+    return halfstep.Stepper(model, optimizer, precision=resolve_precision_name("bf16"), weight_format="bf16-split")
 
 
 def run() -> Outcome:

@@ -7,7 +7,7 @@ import warnings
 import torch
 
 import halfstep
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from zoo.outcome import Outcome
 from zoo.p71_base_cast_to_fp16_under_lora.plain import base
 from zoo.small_llama import ROWS, next_token, trained, with_lora
@@ -17,7 +17,9 @@ def stepper_on(dtype: torch.dtype) -> halfstep.Stepper:
     model = with_lora(base(dtype))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return halfstep.Stepper(model, torch.optim.AdamW(trained(model), lr=1e-3), precision=precision_named("bf16"))
+        return halfstep.Stepper(
+            model, torch.optim.AdamW(trained(model), lr=1e-3), precision=resolve_precision_name("bf16")
+        )
 
 
 def run() -> Outcome:

@@ -6,7 +6,7 @@ import torch
 
 import halfstep
 from halfstep.errors import WrongUse
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from zoo.outcome import Outcome
 from zoo.p72_modules_to_save_left_in_bf16.plain import RATE, UPDATES, head_of, model_to_tune, moved
 from zoo.small_llama import ROWS, next_token, trained
@@ -15,7 +15,7 @@ from zoo.small_llama import ROWS, next_token, trained
 def run() -> Outcome:
     model = model_to_tune()
     try:
-        halfstep.Stepper(model, torch.optim.AdamW(trained(model)), precision=precision_named("bf16"))
+        halfstep.Stepper(model, torch.optim.AdamW(trained(model)), precision=resolve_precision_name("bf16"))
         return Outcome(good=False, seen="a head in bf16 was accepted")
     except WrongUse as error:
         refused = "lm_head.modules_to_save" in error.given
@@ -24,7 +24,7 @@ def run() -> Outcome:
     head = head_of(model)
     before = head.detach().clone()
     optimizer = torch.optim.AdamW(trained(model), lr=RATE, weight_decay=0.0)
-    stepper = halfstep.Stepper(model, optimizer, precision=precision_named("bf16"))
+    stepper = halfstep.Stepper(model, optimizer, precision=resolve_precision_name("bf16"))
     for _ in range(UPDATES):
         stepper.step(next_token, ROWS)
     share = moved(before, head.detach())

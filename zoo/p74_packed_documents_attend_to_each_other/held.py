@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import WrongUse
-from halfstep.tasks.models.text.model import LanguageModel, check_model
+from halfstep.tasks.models.text.model import LanguageModel, check_document_separation
 from zoo.outcome import Outcome
 from zoo.p74_packed_documents_attend_to_each_other.plain import POSITIONS, influence
 from zoo.small_llama import WORDS, small_llama
@@ -24,7 +24,7 @@ def run() -> Outcome:
     model = LanguageModel(small_llama(torch.float32)).eval()
     moved = influence(lambda window: model.logits(window, POSITIONS))
     try:
-        check_model(Leaky(model.language), WORDS, 0)
+        check_document_separation(Leaky(model.language), WORDS, 0)
         refused = False
     except WrongUse as error:
         refused = error.id == "documents-attend"

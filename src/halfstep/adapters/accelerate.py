@@ -12,13 +12,13 @@ from accelerate.utils import PrecisionType
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.hosted_step import order_gradients_by, put_buffers_before_window, unwrapped
+from halfstep.adapters.hosted_step import order_norms_by_model, replace_buffers_in_window, unwrap_ddp
 from halfstep.errors import WrongUse, check_same_keys
 from halfstep.finding import Finding
-from halfstep.precision.names import read_precision
+from halfstep.precision.names import parse_precision
 from halfstep.step.checks import refuse_weight_format
 from halfstep.step.loss import DynamicScale, LossScale
-from halfstep.step.optimizer_slot import checked_schedule
+from halfstep.step.optimizer_slot import check_schedule
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 
@@ -67,25 +67,26 @@ def from_accelerate(
     refuse_weight_format("from_accelerate", options)
     refuse_other_engines(accelerator)
     _check_prepared(accelerator, model, optimizer)
-    _retire(accelerator, model)
+    _remove_earlier_stepper(accelerator, model)
     inner = optimizer.optimizer
-    had_autocast = take_off_autocast(accelerator, model)
-    asked = precision or precision_of(accelerator)
+    had_autocast = remove_accelerate_autocast(accelerator, model)
+    asked = precision or read_accelerate_precision(accelerator)
     schedule = None if scheduler is None else _OwnSchedule(scheduler, inner)
-    if options.get("loss_scale") is None and read_precision(asked).name == "fp16":
-        options["loss_scale"] = scale_of(accelerator)
+    if options.get("loss_scale") is None and parse_precision(asked).name == "fp16":
+        options["loss_scale"] = build_accelerate_scale(accelerator)
     stepper = Stepper(model, inner, precision=asked, schedule=schedule, **options)
-    order_gradients_by(stepper, model)
+    order_norms_by_model(stepper, model)
     if had_autocast:
         evidence = (
-            f"accelerate's autocast in {accelerator.mixed_precision} was removed from {type(unwrapped(model)).__name__}"
+            f"accelerate's autocast in {accelerator.mixed_precision} was removed from "
+            f"{type(unwrap_ddp(model)).__name__}"
         )
         stepper.findings.append(
             Finding("accelerate.autocast", "note", evidence, "evaluate inside stepper.evaluating()")
         )
-    twice = _CalledTwice(inner, schedule, stepper)
+    twice = _CalledTwiceGuard(inner, schedule, stepper)
     stepper.guards.append(twice)
-    own = _OwnState(
+    own = _StepperState(
         stepper, schedule, saves_schedule=scheduler is not None and scheduler not in accelerator._schedulers
     )
     own.handles = [twice.handle, accelerator.register_save_state_pre_hook(own.before_save)]
@@ -109,19 +110,19 @@ def _check_prepared(accelerator: Accelerator, model: nn.Module, optimizer: Any) 
 
 def _unwrap_kept_module(model: nn.Module) -> nn.Module:
     """Return the module that accelerate keeps and saves of a prepared model: without what it was wrapped in after."""
-    return unwrapped(getattr(model, "_orig_mod", model))
+    return unwrap_ddp(getattr(model, "_orig_mod", model))
 
 
-def _retire(accelerator: Accelerator, model: nn.Module) -> None:
+def _remove_earlier_stepper(accelerator: Accelerator, model: nn.Module) -> None:
     """Take out what an earlier Stepper of this model, or of one that accelerate has freed, placed."""
-    for own in [one for one in accelerator._custom_objects if isinstance(one, _OwnState)]:
+    for own in [one for one in accelerator._custom_objects if isinstance(one, _StepperState)]:
         if own.model is _unwrap_kept_module(model) or not any(own.model is known for known in accelerator._models):
             accelerator._custom_objects.remove(own)
             for handle in own.handles:
                 handle.remove()
 
 
-def precision_of(accelerator: Accelerator) -> str:
+def read_accelerate_precision(accelerator: Accelerator) -> str:
     """Return accelerate's setting by halfstep's name; raise WrongUse for one that has none, such as fp8."""
     word = accelerator.mixed_precision
     found = next((name for kind, name in _PRECISIONS.items() if kind.value == word), None)
@@ -138,7 +139,7 @@ def precision_of(accelerator: Accelerator) -> str:
     return found
 
 
-def scale_of(accelerator: Accelerator) -> LossScale | None:
+def build_accelerate_scale(accelerator: Accelerator) -> LossScale | None:
     """Return the loss scale that the Accelerator was given for fp16, or None; raise WrongUse for one that is off."""
     handler = accelerator.scaler_handler
     if handler is None or accelerator.mixed_precision != PrecisionType.FP16.value:
@@ -170,9 +171,9 @@ def refuse_other_engines(accelerator: Accelerator) -> None:
         )
 
 
-def take_off_autocast(accelerator: Accelerator, model: nn.Module) -> bool:
+def remove_accelerate_autocast(accelerator: Accelerator, model: nn.Module) -> bool:
     """Restore the model's own forward, in place; return whether accelerate had wrapped it."""
-    had = "_original_forward" in vars(unwrapped(model))
+    had = "_original_forward" in vars(unwrap_ddp(model))
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     return had
 
@@ -192,7 +193,7 @@ class _OwnSchedule:
             )
         owner = getattr(self._counted, "optimizer", optimizer)
         ours = isinstance(owner, AcceleratedOptimizer) and owner.optimizer is optimizer
-        checked_schedule(self._counted, owner if ours else optimizer)
+        check_schedule(self._counted, owner if ours else optimizer)
         self.look()
 
     def step(self) -> None:
@@ -227,7 +228,7 @@ class _OwnSchedule:
         self.look()
 
 
-class _CalledTwice:
+class _CalledTwiceGuard:
     """A guard that refuses an update if the loop still makes a call that the Stepper makes."""
 
     name = "called_twice"
@@ -239,16 +240,16 @@ class _CalledTwice:
 
     def _before_step(self, *_: object) -> None:
         if not self._stepper.in_window:
-            raise _called_twice_error("optimizer.step()")
+            raise _build_called_twice_error("optimizer.step()")
 
     def passes(self, report: StepReport) -> bool:
         """Raise WrongUse if the loop has advanced the schedule; otherwise accept the step."""
         if self._schedule is not None and self._schedule.advanced_elsewhere:
-            raise _called_twice_error("scheduler.step()")
+            raise _build_called_twice_error("scheduler.step()")
         return True
 
 
-def _called_twice_error(call: str) -> WrongUse:
+def _build_called_twice_error(call: str) -> WrongUse:
     return WrongUse(
         f"{call} in a loop with a Stepper",
         allowed="stepper.apply() or stepper.step(), which step the optimizer and the schedule",
@@ -256,7 +257,7 @@ def _called_twice_error(call: str) -> WrongUse:
     )
 
 
-class _OwnState:
+class _StepperState:
     """What accelerate's checkpoints lack: counts, loss scale and average, under the names that it calls."""
 
     def __init__(self, stepper: Stepper, schedule: _OwnSchedule | None, *, saves_schedule: bool) -> None:
@@ -269,7 +270,7 @@ class _OwnState:
         """Save the buffers of before an open window, like everything else of the step."""
         place = next((place for place, model in enumerate(models) if model is self.model), None)
         if place is not None:
-            put_buffers_before_window(self._stepper, weights[place])
+            replace_buffers_in_window(self._stepper, weights[place])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the Stepper's own state, and that of a schedule that accelerate does not save."""

@@ -21,18 +21,18 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.autograd.graph import increment_version
 
-from halfstep.adapters.included import Included, Moves, hold_methods, moving_methods
+from halfstep.adapters.included import IncludedObjects, Moves, find_moving_methods, skip_methods_without_update
 from halfstep.adapters.scaled_backward import ScaledBackward
-from halfstep.adapters.scaler_slot import ScalerSlot, nothing_to_update
+from halfstep.adapters.scaler_slot import ScalerSlot, build_empty_update_error
 from halfstep.errors import PrecisionRefused, StateMismatch
 from halfstep.formats import FP32, widest_dtype
-from halfstep.precision.hardware import present
-from halfstep.precision.names import read_precision
-from halfstep.precision.precision import precision_named
-from halfstep.precision.select import report_by_name
+from halfstep.precision.hardware import list_device_types
+from halfstep.precision.names import parse_precision
+from halfstep.precision.precision import resolve_precision_name
+from halfstep.precision.select import report_precision_findings
 from halfstep.step.ema import StepCounts
 from halfstep.step.objective import LocalFlags
-from halfstep.step.optimizer_slot import on, owned_by
+from halfstep.step.optimizer_slot import list_optimizer_parameters, move_number_to_device
 from halfstep.step.ranks import Ranks
 from halfstep.step.report import (
     BUFFER_NOT_FINITE,
@@ -48,7 +48,7 @@ NOT_STEPPED = GUARD + "loop"
 """The reason of an update that the loop itself left out: it called `unscale_` and `update`, and no `step`."""
 
 
-class _Agreed(NamedTuple):
+class _AgreedNumbers(NamedTuple):
     """The numbers of one decision, the same on all ranks."""
 
     finite: bool
@@ -98,8 +98,8 @@ class GradScaler(torch.amp.GradScaler):
         cap: float = 2.0**24,
         process_group: Any = None,
     ) -> None:
-        name = read_precision(precision).name
-        self.precision = precision_named(name)
+        name = parse_precision(precision).name
+        self.precision = resolve_precision_name(name)
         if self.precision.changes_model:
             raise PrecisionRefused(
                 f"GradScaler with precision={name!r}, which converts layers of a model that it does not know",
@@ -108,7 +108,11 @@ class GradScaler(torch.amp.GradScaler):
             )
         scale = init_scale if self.precision.scaled else 1.0
         super().__init__(device, scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self.findings = report_by_name(name, device) if self._enabled and str(device).split(":")[0] in present() else ()
+        self.findings = (
+            report_precision_findings(name, device)
+            if self._enabled and str(device).split(":")[0] in list_device_types()
+            else ()
+        )
         self.floor, self.cap = min(floor, scale), max(cap, scale)
         self.counts = StepCounts()
         self._start(process_group)
@@ -119,7 +123,7 @@ class GradScaler(torch.amp.GradScaler):
         self._process_group = process_group
         self._ranks: Ranks | None = None
         self._slots: dict[int, ScalerSlot] = {}
-        self._included, self._backward = Included(), ScaledBackward()
+        self._included, self._backward = IncludedObjects(), ScaledBackward()
         self._stepping: torch.optim.Optimizer | None = None
         self._last_scale: float | None = None
         self._adjusted_at = 0
@@ -139,9 +143,9 @@ class GradScaler(torch.amp.GradScaler):
             if isinstance(thing, torch.optim.Optimizer):
                 self._slot(thing)
                 continue
-            methods = moving_methods(thing, hold, others)
+            methods = find_moving_methods(thing, hold, others)
             if methods:
-                hold_methods(thing, methods, self._moves_of(getattr(thing, "optimizer", None)))
+                skip_methods_without_update(thing, methods, self._moves_of(getattr(thing, "optimizer", None)))
             # A teacher that its own method moves runs in training mode too, and has statistics.
             if not methods or (isinstance(thing, nn.Module) and any(True for _ in thing.parameters())):
                 self._included.add(thing)
@@ -165,7 +169,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(outputs, (Tensor, list, tuple)) and isinstance(outputs, Iterable):
             outputs = list(outputs)  # a generator can be walked once, and torch would do so later
         scaled = super().scale(outputs) if self.precision.scaled else outputs
-        for loss, ready in zip(_tensors(outputs), _tensors(scaled), strict=True):
+        for loss, ready in zip(_iterate_tensors(outputs), _iterate_tensors(scaled), strict=True):
             self._backward.follow(ready, loss)
         return scaled
 
@@ -230,7 +234,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._close_unstepped(slot)
         decided = [slot.verdict for slot in self._slots.values() if slot.verdict is not None]
         if not decided:
-            raise nothing_to_update()
+            raise build_empty_update_error()
         reasons = [report.reason for report in decided if report.attempt > self._adjusted_at]
         if self.precision.scaled and (reasons or new_scale is not None):
             self._adjust(new_scale, reasons)
@@ -270,8 +274,8 @@ class GradScaler(torch.amp.GradScaler):
             alike = [type(known.optimizer).__name__ for known in self._slots.values()].count(type(optimizer).__name__)
             name = type(optimizer).__name__ + (f" {alike + 1}" if alike else "")
             slot = self._slots[id(optimizer)] = ScalerSlot(name, optimizer)
-            optimizer.register_step_pre_hook(_StepWatch(self))
-        elif _is_same(owned_by(optimizer), slot.gradients.parameters):
+            optimizer.register_step_pre_hook(_StepHook(self))
+        elif _have_same_tensors(list_optimizer_parameters(optimizer), slot.gradients.parameters):
             return slot
         slot.follow()
         self._backward.watch(p for known in self._slots.values() for p in known.gradients.parameters)
@@ -333,7 +337,7 @@ class GradScaler(torch.amp.GradScaler):
         loss = math.nan if agreed.loss is None else agreed.loss
         self._conclude(slots, reason, finite=finite, loss=loss, scale=agreed.scale, norms=agreed.norms)
 
-    def _agree(self, slots: Sequence[ScalerSlot]) -> _Agreed:
+    def _agree(self, slots: Sequence[ScalerSlot]) -> _AgreedNumbers:
         """Sum this rank's numbers over all ranks, and read them: the only wait of the host, and one collective."""
         ranks = self._group
         with ranks.here():
@@ -346,7 +350,7 @@ class GradScaler(torch.amp.GradScaler):
             agreed = flags.read_alone(numbers, device)
         else:
             # Stacked as they are, and widened once: this is done in every step.
-            vector = torch.stack([on(device, number) for number in numbers])
+            vector = torch.stack([move_number_to_device(device, number) for number in numbers])
             agreed = flags.read_with(ranks.agree(vector.to(widest_dtype(device))))
         self._included.look(flags.read)
         nonfinite, with_loss, loss, scale, *rest = agreed
@@ -355,27 +359,27 @@ class GradScaler(torch.amp.GradScaler):
             scale, read = scale / ranks.size, [math.sqrt(square) for square in read]
         norms_ = [norm / (1.0 if slot.unscaled else scale) for slot, norm in zip(slots, read, strict=True)]
         bad_buffer = not all(map(math.isfinite, largest))
-        return _Agreed(nonfinite == 0.0, loss / with_loss if with_loss else None, bad_buffer, scale, norms_)
+        return _AgreedNumbers(nonfinite == 0.0, loss / with_loss if with_loss else None, bad_buffer, scale, norms_)
 
     def _numbers(self, slots: Sequence[ScalerSlot], device: torch.device) -> list[Tensor]:
         """Return how many non-finite gradients were found, whether there is a loss, the loss, and the scale."""
         zero, one = self._constants_on(device)
         found = [f for slot in slots for f in self._per_optimizer_states[slot.key]["found_inf_per_device"].values()]
         # One number on every rank, over however many devices it has its gradients.
-        not_finite = found[0] if len(found) == 1 else sum((on(device, f) for f in found), zero)
+        not_finite = found[0] if len(found) == 1 else sum((move_number_to_device(device, f) for f in found), zero)
         total = self._backward.total
         losses = (zero, zero) if total is None else (one, total)
         return [not_finite, *losses, one if self._scale is None else self._scale]
 
     def _buffer_flags(self, ranks: int, device: torch.device) -> list[Tensor]:
         """Return numbers of which one is not finite if an included buffer is not."""
-        largest = [on(device, number) for number in self._included.largest_magnitudes()]
+        largest = [move_number_to_device(device, number) for number in self._included.largest_magnitudes()]
         if ranks == 1:
             return largest
         # One on every rank, whose parts of a model may have other buffers; a sum of the largest could overflow.
         return [torch.stack(largest).amax() * 0.0 if largest else self._constants_on(device)[0]]
 
-    def _reason(self, agreed: _Agreed) -> str | None:
+    def _reason(self, agreed: _AgreedNumbers) -> str | None:
         if agreed.loss is not None and not math.isfinite(agreed.loss):
             return LOSS_NOT_FINITE
         # A norm beyond fp32's range counts as non-finite, as for the Stepper: nothing could be clipped by it.
@@ -488,7 +492,7 @@ class GradScaler(torch.amp.GradScaler):
             raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start a new scale")
         # A state of torch's own says nothing about its precision: a scale of 1 fits both.
         saved = state.get("precision", self.precision.name if scale == 1.0 else "fp16")
-        if precision_named(read_precision(saved).name).scaled != self.precision.scaled:
+        if resolve_precision_name(parse_precision(saved).name).scaled != self.precision.scaled:
             raise StateMismatch(
                 f"the state of a scaler for {saved}",
                 allowed=f"one for {self.precision.name}",
@@ -506,7 +510,7 @@ class GradScaler(torch.amp.GradScaler):
         self._start(None)
 
 
-class _StepWatch:
+class _StepHook:
     """A hook before an optimizer's step, which does not keep the scaler alive."""
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -518,13 +522,13 @@ class _StepWatch:
             scaler._check_foreign_step(optimizer)
 
 
-def _tensors(outputs: Any) -> Iterator[Tensor]:
+def _iterate_tensors(outputs: Any) -> Iterator[Tensor]:
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, (list, tuple)):
         for output in outputs:
-            yield from _tensors(output)
+            yield from _iterate_tensors(output)
 
 
-def _is_same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+def _have_same_tensors(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

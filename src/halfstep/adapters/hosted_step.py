@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import WrongUse, check_same_presence, unknown_name
+from halfstep.errors import WrongUse, build_unknown_name_error, check_same_presence
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.streak import Limits
-from halfstep.guard.verdict import GuardEvent, Level, warn
-from halfstep.observe.recorder import as_written
+from halfstep.guard.verdict import GuardEvent, Level, warn_of_event
+from halfstep.observe.recorder import strip_compile_wrappers
 from halfstep.step.checks import refuse_strict, refuse_weight_format
 from halfstep.step.ema import Ema
 from halfstep.step.loss import LossScale
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LEVELS: dict[str, Level] = {"info": "info", "warning": "warning"}
 
 
-class Options(TypedDict, total=False):
+class HostedStepOptions(TypedDict, total=False):
     """The settings that every adapter accepts."""
 
     guard: Literal["watch", "repair", "off"]
@@ -45,13 +45,13 @@ class Options(TypedDict, total=False):
     tell: Callable[[GuardEvent], None]
 
 
-def check_options(options: Options) -> None:
+def check_adapter_options(options: HostedStepOptions) -> None:
     """Raise UnknownName for an option that no adapter has: a misspelled one would do nothing."""
     refuse_strict("an adapter", options.get("strict"))
     refuse_weight_format("an adapter", options)
     for name in options:
-        if name not in Options.__annotations__:
-            raise unknown_name("option", name, Options.__annotations__)
+        if name not in HostedStepOptions.__annotations__:
+            raise build_unknown_name_error("option", name, HostedStepOptions.__annotations__)
 
 
 class Clipping(NamedTuple):
@@ -72,7 +72,7 @@ class HostedStep:
         precision: str,
         clipping: Clipping,
         on_gradients: Callable[[list[Tensor]], object] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[HostedStepOptions],
     ) -> None:
         """Build the Stepper of a model that the foreign library has placed and wrapped already.
 
@@ -91,7 +91,7 @@ class HostedStep:
         )
         self.applying = False
         refuse_other_steps(optimizer, self)
-        self.guardian = _guardian(self.stepper, unwrapped(model), options)
+        self.guardian = _build_guardian(self.stepper, unwrap_ddp(model), options)
         self.report: StepReport | None = None
         """The report of the last window; None before the first one, and after one that was dropped."""
 
@@ -161,40 +161,40 @@ def refuse_other_steps(optimizer: Optimizer, hosted: HostedStep) -> None:
     optimizer.register_step_pre_hook(before_step)
 
 
-def _guardian(stepper: Stepper, model: nn.Module, options: Options) -> Guardian | None:
-    mode, tell = options.get("guard", "watch"), options.get("tell", warn)
+def _build_guardian(stepper: Stepper, model: nn.Module, options: HostedStepOptions) -> Guardian | None:
+    mode, tell = options.get("guard", "watch"), options.get("tell", warn_of_event)
     if mode == "off":
         return None
     folder = options.get("record")
     record = None
     if folder is not None:
         # Imported only here: it needs the train extra.
-        from halfstep.train.failed_steps.writing import recording
+        from halfstep.train.failed_steps.writing import build_step_recorder
 
         def said(text: str, level: str) -> None:
             tell(GuardEvent("verdict", _LEVELS[level], text, {}))
 
         Path(folder).mkdir(parents=True, exist_ok=True)
-        record = recording(Path(folder), model, said)
+        record = build_step_recorder(Path(folder), model, said)
     return Guardian(stepper, mode=mode, limits=options.get("limits", Limits()), tell=tell, record=record)
 
 
-def put_buffers_before_window(stepper: Stepper, weights: dict[str, Any]) -> None:
+def replace_buffers_in_window(stepper: Stepper, weights: dict[str, Any]) -> None:
     """Put the buffers of before an open window into weights that are saved inside it, by the model's own names."""
     if stepper.in_window:
         for name, buffer in stepper.buffers_to_keep().items():
-            own = as_written(name).removeprefix("module.")
+            own = strip_compile_wrappers(name).removeprefix("module.")
             if own in weights and buffer is not None:
                 weights[own] = buffer.clone()
 
 
-def order_gradients_by(stepper: Stepper, model: nn.Module) -> None:
+def order_norms_by_model(stepper: Stepper, model: nn.Module) -> None:
     """Compute norms in the order of `model.parameters()`, bit-identical to a loop that clips these."""
     for slot in stepper._slots.values():
         slot.order_by(model)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_ddp(model: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel, or the model itself."""
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     return inner

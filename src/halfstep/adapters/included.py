@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.step.checks import check_initialized
+from halfstep.step.checks import check_no_lazy_modules
 from halfstep.step.optimizer_slot import ParamTracker
-from halfstep.step.rollback import Rollback, has_state
+from halfstep.step.rollback import Rollback, has_state_dict
 from halfstep.user_code import warn_user
 
 Moves = tuple[int, int]
@@ -32,7 +32,7 @@ MOVING = ("step", "step_update", "update", "update_parameters")
 """The methods by which schedules and averages of torch, timm, diffusers and torch_ema move."""
 
 
-def moving_methods(thing: Any, named: str | Literal[False] | None, others: Sequence[nn.Module] = ()) -> list[str]:
+def find_moving_methods(thing: Any, named: str | Literal[False] | None, others: Sequence[nn.Module] = ()) -> list[str]:
     """Return the methods that move a schedule or an average; none for anything else.
 
     `others` are the other known modules, of which a module may hold an averaged copy. `named` is the method, or False
@@ -58,9 +58,9 @@ def moving_methods(thing: Any, named: str | Literal[False] | None, others: Seque
     timms = sys.modules.get("timm.utils.model_ema")  # not imported: then nobody has one
     is_timms = timms is not None and isinstance(thing, (timms.ModelEmaV2, timms.ModelEmaV3))
     copies = is_timms or callable(getattr(type(thing), "update_parameters", None))
-    averages = copies or _holds_a_copy(thing, methods, [*others, *_find_hidden_modules(thing)])
+    averages = copies or _holds_averaged_copy(thing, methods, [*others, *_find_hidden_modules(thing)])
     if averages is None or (averages and not methods):
-        raise _ambiguous_average_error(thing, methods)
+        raise _build_ambiguous_average_error(thing, methods)
     return methods if averages else []
 
 
@@ -79,15 +79,17 @@ def _find_hidden_modules(module: nn.Module) -> list[nn.Module]:
     return [item for item in held if isinstance(item, nn.Module)]
 
 
-def _holds_a_copy(module: nn.Module, methods: Sequence[str], others: Sequence[nn.Module]) -> bool | None:
+def _holds_averaged_copy(module: nn.Module, methods: Sequence[str], others: Sequence[nn.Module]) -> bool | None:
     """Return whether a module holds an averaged copy of a trained one, by its parameters; None if that is not clear."""
-    trained = _shapes(p for p in module.parameters() if p.requires_grad)
-    frozen = _shapes(p for p in module.parameters() if not p.requires_grad)
+    trained = _count_shapes(p for p in module.parameters() if p.requires_grad)
+    frozen = _count_shapes(p for p in module.parameters() if not p.requires_grad)
     if trained and frozen and methods:
         # The trained model and its copy in one, as in ema_pytorch's EMA; or a model that contains its target network.
         # Parameters that the model itself freezes appear twice.
         rest = frozen - trained
-        whole = trained <= frozen and (_times(rest, trained) is not None or not any(n % 2 for n in rest.values()))
+        whole = trained <= frozen and (
+            _count_copies(rest, trained) is not None or not any(n % 2 for n in rest.values())
+        )
         if whole and all(_needs_no_argument(module, name) for name in methods):
             return True
         return None if trained <= frozen or frozen <= trained else False
@@ -96,17 +98,17 @@ def _holds_a_copy(module: nn.Module, methods: Sequence[str], others: Sequence[nn
         return bool(copied)
     if not methods:
         return False
-    if frozen or any(_wraps(module, other) for other in copied):
+    if frozen or any(_wraps_module(module, other) for other in copied):
         return True if copied else None
     return None if copied else False  # a twin, such as the second generator of two
 
 
-def _shapes(tensors: Iterable[Tensor]) -> Counter[tuple[int, ...]]:
+def _count_shapes(tensors: Iterable[Tensor]) -> Counter[tuple[int, ...]]:
     # Without scalars, in which averages keep counts and rates.
     return Counter(tuple(tensor.shape) for tensor in tensors if tensor.ndim)
 
 
-def _times(own: Counter[tuple[int, ...]], of: Counter[tuple[int, ...]]) -> int | None:
+def _count_copies(own: Counter[tuple[int, ...]], of: Counter[tuple[int, ...]]) -> int | None:
     """Return how many copies of other shapes these are; None if they are something else."""
     times = own.total() // of.total() if of else 0
     return times if own == Counter({shape: times * many for shape, many in of.items()}) else None
@@ -116,12 +118,12 @@ def _is_copy(module: nn.Module, other: nn.Module) -> bool:
     """Return whether the tensors of a module are one copy or more of another's parameters, and nothing else."""
     shared = {id(p) for p in other.parameters()}
     tensors: list[Tensor] = [*module.parameters()] or [*module.buffers()]
-    own = _shapes(t for t in tensors if id(t) not in shared and t.is_floating_point())
-    trained = _shapes(p for p in other.parameters() if p.requires_grad)
-    return bool(own) and any(_times(own, of) for of in (_shapes(other.parameters()), trained))
+    own = _count_shapes(t for t in tensors if id(t) not in shared and t.is_floating_point())
+    trained = _count_shapes(p for p in other.parameters() if p.requires_grad)
+    return bool(own) and any(_count_copies(own, of) for of in (_count_shapes(other.parameters()), trained))
 
 
-def _wraps(module: nn.Module, other: nn.Module) -> bool:
+def _wraps_module(module: nn.Module, other: nn.Module) -> bool:
     """Return whether a module has one child that is of the other's class and holds all of its parameters."""
     inner = other._modules.get("_orig_mod") or other  # compiled
     kinds = {type(other), type(inner), type(inner._modules.get("module"))}  # in DistributedDataParallel
@@ -134,7 +136,7 @@ def _needs_no_argument(module: nn.Module, method: str) -> bool:
     return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in wanted)
 
 
-def _ambiguous_average_error(module: nn.Module, methods: Sequence[str]) -> WrongUse:
+def _build_ambiguous_average_error(module: nn.Module, methods: Sequence[str]) -> WrongUse:
     kind, method = type(module).__name__, methods[0] if methods else "forward"
     has = f"has {', '.join(f'{name}()' for name in methods)}, and" if methods else "holds a copy of weights, and"
     return WrongUse(
@@ -144,7 +146,7 @@ def _ambiguous_average_error(module: nn.Module, methods: Sequence[str]) -> Wrong
     )
 
 
-class _Gate:
+class _UpdateGate:
     """Whether a call passes: if an update was applied since the calls before it."""
 
     def __init__(self, moves: Callable[[], Moves]) -> None:
@@ -158,10 +160,10 @@ class _Gate:
         return self._open
 
 
-def hold_methods(thing: Any, methods: Sequence[str], moves: Callable[[], Moves]) -> None:
+def skip_methods_without_update(thing: Any, methods: Sequence[str], moves: Callable[[], Moves]) -> None:
     """Make these methods do nothing while no update was applied; raise WrongUse if the object does not allow that."""
     kind = type(thing)
-    members: dict[str, Any] = {name: _gate_method(getattr(kind, name), _Gate(moves)) for name in methods}
+    members: dict[str, Any] = {name: _gate_method(getattr(kind, name), _UpdateGate(moves)) for name in methods}
     members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _make_reduce(kind)}
     try:
         # Another class rather than an attribute of the instance: a schedule's state_dict() holds all its attributes.
@@ -174,7 +176,7 @@ def hold_methods(thing: Any, methods: Sequence[str], moves: Callable[[], Moves])
         ) from error
 
 
-def _gate_method(method: Any, gate: _Gate) -> Any:
+def _gate_method(method: Any, gate: _UpdateGate) -> Any:
     @functools.wraps(method)
     def held(self: Any, *args: Any, **kwargs: Any) -> Any:
         return method(self, *args, **kwargs) if gate.passes() else None
@@ -195,11 +197,11 @@ def _make_reduce(kind: Any) -> Any:
     return reduce_ex
 
 
-class Included:
+class IncludedObjects:
     """Modules and stateful objects: saved at the start of a window, restored on a skip."""
 
     def __init__(self) -> None:
-        self._rollback = Rollback(_warn)
+        self._rollback = Rollback(_warn_about_findings)
         self._modules: list[tuple[nn.Module, ParamTracker]] = []
         self._empty = True
         self._begun, self._seen, self._undecided = False, False, True
@@ -213,10 +215,10 @@ class Included:
     def add(self, thing: Any) -> None:
         """Cover a module, or an object with a state; raise WrongUse for anything else."""
         if isinstance(thing, nn.Module):
-            check_initialized(thing)
+            check_no_lazy_modules(thing)
             self._modules.append((thing, ParamTracker(thing, [])))
-            thing.register_forward_pre_hook(_OnForward(self.forward_begins))
-        elif not has_state(thing):
+            thing.register_forward_pre_hook(_ForwardHook(self.forward_begins))
+        elif not has_state_dict(thing):
             raise WrongUse(
                 f"include({type(thing).__name__}), which a skip can neither hold nor roll back",
                 allowed="a module, an optimizer, a schedule, an average, or an object with state_dict()",
@@ -302,7 +304,7 @@ class Included:
         self._seen = False
 
 
-class _OnForward:
+class _ForwardHook:
     """A forward hook that belongs to one model: copies of the model, such as an average, do not have it."""
 
     def __init__(self, begins: Callable[[nn.Module], None] | None = None) -> None:
@@ -316,13 +318,13 @@ class _OnForward:
         if begins is not None:
             begins(module)
 
-    def __deepcopy__(self, _memo: object) -> _OnForward:
-        return _OnForward()
+    def __deepcopy__(self, _memo: object) -> _ForwardHook:
+        return _ForwardHook()
 
-    def __reduce__(self) -> tuple[type[_OnForward], tuple[()]]:
-        return _OnForward, ()
+    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
+        return _ForwardHook, ()
 
 
-def _warn(findings: Sequence[Finding]) -> None:
+def _warn_about_findings(findings: Sequence[Finding]) -> None:
     for finding in findings:
         warn_user(str(finding))

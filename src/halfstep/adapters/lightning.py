@@ -22,10 +22,10 @@ from torchmetrics import Metric
 from halfstep.adapters.hosted_step import (
     Clipping,
     HostedStep,
-    Options,
-    check_options,
-    put_buffers_before_window,
-    unwrapped,
+    HostedStepOptions,
+    check_adapter_options,
+    replace_buffers_in_window,
+    unwrap_ddp,
 )
 from halfstep.errors import WrongUse
 from halfstep.precision.select import choose_precision
@@ -77,11 +77,11 @@ class HalfstepPrecision(Precision):
     Accumulation and clipping are the Trainer's own settings.
     """
 
-    def __init__(self, precision: str = "auto", **options: Unpack[Options]) -> None:
-        """Take halfstep's own name of a precision, or any alias such as `bf16-mixed`; see `Options` for the rest."""
+    def __init__(self, precision: str = "auto", **options: Unpack[HostedStepOptions]) -> None:
+        """Take the name of a precision, or an alias such as `bf16-mixed`; for the rest, see `HostedStepOptions`."""
         if not _imported and "pytorch_lightning" in sys.modules and Precision.__module__.startswith("lightning."):
             warnings.warn("HalfstepPrecision is lightning's; for pytorch_lightning, import that first", stacklevel=2)
-        check_options(options)
+        check_adapter_options(options)
         self._asked, self._options = precision, options
         self.callback = HalfstepCallback(self)
         self.hosted: HostedStep | None = None
@@ -102,7 +102,7 @@ class HalfstepPrecision(Precision):
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, Any, Any]:
         """Build the Stepper of a fit; raise WrongUse for a Trainer or a module that bypasses the plugin."""
-        module: Any = unwrapped(model)
+        module: Any = unwrap_ddp(model)
         self._owes_backward = False
         self._device = next(model.parameters(), torch.empty(0)).device
         # Lightning keeps the optimizers of a fit, and shows them again when it validates, tests or predicts after it.
@@ -114,10 +114,10 @@ class HalfstepPrecision(Precision):
             _check_supported(module, optimizers, self)
             self._optimizer = optimizers[0]
             self._module_clips = any(
-                _overrides(module, hook) for hook in ("configure_gradient_clipping", "clip_gradients")
+                _overrides_hook(module, hook) for hook in ("configure_gradient_clipping", "clip_gradients")
             )
             trainer = module.trainer
-            asked = clipping_of(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            asked = convert_clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             self._clipping = Clipping() if self._module_clips else asked
             self.hosted = HostedStep(
                 model,
@@ -157,7 +157,7 @@ class HalfstepPrecision(Precision):
         self._owes_backward = True
         # An accumulation schedule changes the number between windows only.
         self._microbatches = self._microbatches + 1 if self._hosted.stepper.in_window else 1
-        rerun = None if self.inputs is None else (_training_loss, self.inputs)
+        rerun = None if self.inputs is None else (_run_training_step, self.inputs)
         return self._hosted.forward(last=not self._fit_loop._should_accumulate(), rerun=rerun)
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -167,7 +167,7 @@ class HalfstepPrecision(Precision):
         many = model.trainer.accumulate_grad_batches
         if self._microbatches > many:
             self.drop_open_window()
-            raise _unsupported_error(
+            raise _build_unsupported_error(
                 f"training_step run {self._microbatches} times for an update of {many}",
                 "each batch once; optimizers such as SAM, which run the closure twice, need their own loop",
                 "a halfstep.Stepper with manual forward passes",
@@ -177,7 +177,7 @@ class HalfstepPrecision(Precision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the last micro-batch, which is the closure, and conclude the window; raise Diverged to end the run."""
         if optimizer is not self._optimizer:
-            raise _unsupported_error(
+            raise _build_unsupported_error(
                 f"another {type(optimizer).__name__} than at the start of fit",
                 "the optimizer of configure_optimizers",
                 "optimizer.add_param_group(...), or write to its param_groups",
@@ -209,8 +209,8 @@ class HalfstepPrecision(Precision):
         """
         if self._module_clips:
             super()._clip_gradients(model, optimizer, clip_val, gradient_clip_algorithm)
-        elif clipping_of(clip_val, gradient_clip_algorithm) != self._clipping:
-            raise _unsupported_error(
+        elif convert_clipping(clip_val, gradient_clip_algorithm) != self._clipping:
+            raise _build_unsupported_error(
                 f"gradient_clip_val={clip_val!r} and gradient_clip_algorithm={gradient_clip_algorithm!r}, changed "
                 "during fit",
                 f"the values at the start of fit: {self._clipping}",
@@ -362,7 +362,7 @@ class HalfstepCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the buffers of before an open window, like everything else of the step."""
         if self._plugin.hosted is not None:
-            put_buffers_before_window(self._plugin.hosted.stepper, checkpoint["state_dict"])
+            replace_buffers_in_window(self._plugin.hosted.stepper, checkpoint["state_dict"])
 
     # -- the average --------------------------------------------------------------------------------------------
 
@@ -398,22 +398,26 @@ def _check_supported(module: LightningModule, optimizers: list[Any], plugin: Hal
     """Raise WrongUse for everything that would update weights past the plugin, or undo it."""
     trainer = module.trainer
     if not module.automatic_optimization:
-        raise _unsupported_error("manual optimization", "automatic optimization", "stepper.step() in training_step")
+        raise _build_unsupported_error(
+            "manual optimization", "automatic optimization", "stepper.step() in training_step"
+        )
     if len(optimizers) > 1:
-        raise _unsupported_error(
+        raise _build_unsupported_error(
             "several optimizers", "one optimizer", "manual loops take halfstep.Stepper(optimizers=...)"
         )
-    if _overrides(module, "backward"):
-        raise _unsupported_error("LightningModule.backward overridden", "Lightning's own", "change the loss instead")
-    if _overrides(module, "optimizer_zero_grad"):
-        raise _unsupported_error(
+    if _overrides_hook(module, "backward"):
+        raise _build_unsupported_error(
+            "LightningModule.backward overridden", "Lightning's own", "change the loss instead"
+        )
+    if _overrides_hook(module, "optimizer_zero_grad"):
+        raise _build_unsupported_error(
             "LightningModule.optimizer_zero_grad overridden",
             "Lightning's own: the Stepper clears the gradients of every window, to None",
             "remove it; Trainer(accumulate_grad_batches=...) to accumulate over batches",
         )
     _check_strategy(trainer.strategy)
     if plugin.callback not in trainer.callbacks:
-        raise _unsupported_error(
+        raise _build_unsupported_error(
             "Trainer(plugins=step) alone",
             "the plugin with its callback",
             "Trainer(plugins=step, callbacks=[step.callback])",
@@ -425,37 +429,39 @@ def _check_strategy(strategy: Any) -> None:
     # These derive from the two that are supported.
     others = (DeepSpeedStrategy, SingleDeviceXLAStrategy, XLAStrategy)
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(strategy, others):
-        raise _unsupported_error(type(strategy).__name__, "one device, or strategy='ddp'", "halfstep's own trainer")
+        raise _build_unsupported_error(
+            type(strategy).__name__, "one device, or strategy='ddp'", "halfstep's own trainer"
+        )
     if isinstance(strategy, DDPStrategy) and strategy._model_averaging_period is not None:
-        raise _unsupported_error(
+        raise _build_unsupported_error(
             f"DDPStrategy(model_averaging_period={strategy._model_averaging_period})",
             "gradients that are summed over ranks in every step",
             "DDPStrategy() without it, and without a post-local SGD hook",
         )
 
 
-def _overrides(module: LightningModule, hook: str) -> bool:
+def _overrides_hook(module: LightningModule, hook: str) -> bool:
     """Return whether the module has its own hook, of its class or set on the instance."""
     found: bool = is_overridden(hook, module, LightningModule)
     return found
 
 
-def _unsupported_error(given: str, allowed: str, do: str) -> WrongUse:
+def _build_unsupported_error(given: str, allowed: str, do: str) -> WrongUse:
     return WrongUse(f"{given} under HalfstepPrecision", allowed=allowed, do=do)
 
 
-def clipping_of(limit: Any, algorithm: Any) -> Clipping:
+def convert_clipping(limit: Any, algorithm: Any) -> Clipping:
     """Return Lightning's two settings as those of a Stepper; raise WrongUse for values that Lightning does not have."""
     if not (limit is None or isinstance(limit, (int, float))):
-        raise _unsupported_error(f"gradient_clip_val={limit!r}", "a number, or None", "gradient_clip_val=1.0")
-    kind = _algorithm(algorithm)
+        raise _build_unsupported_error(f"gradient_clip_val={limit!r}", "a number, or None", "gradient_clip_val=1.0")
+    kind = _parse_clip_algorithm(algorithm)
     # As in Lightning: without a positive value nothing is clipped.
     if limit is None or limit <= 0:
         return Clipping()
     return Clipping(value=float(limit)) if kind is GradClipAlgorithmType.VALUE else Clipping(norm=float(limit))
 
 
-def _algorithm(given: Any) -> GradClipAlgorithmType:
+def _parse_clip_algorithm(given: Any) -> GradClipAlgorithmType:
     """Return the member of Lightning's enum: NORM or VALUE, which are those that a Stepper has too."""
     if given is None:
         return GradClipAlgorithmType.NORM  # Lightning's own default
@@ -463,7 +469,7 @@ def _algorithm(given: Any) -> GradClipAlgorithmType:
     # A string where a script has written to the attribute of the Trainer; Lightning ignores its case.
     found = next((one for one in known if isinstance(given, str) and given.lower() == one.value), None)
     if found is None:
-        raise _unsupported_error(
+        raise _build_unsupported_error(
             f"gradient_clip_algorithm={given!r}",
             ", ".join(repr(one.value) for one in known),
             "gradient_clip_algorithm='norm'",
@@ -471,9 +477,9 @@ def _algorithm(given: Any) -> GradClipAlgorithmType:
     return found
 
 
-def _training_loss(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+def _run_training_step(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """Run training_step without its log, and return its loss."""
-    module: Any = unwrapped(model)
+    module: Any = unwrap_ddp(model)
     with _disable_log(module), _keep_metrics(module):
         output = module.training_step(*inputs)
     return output["loss"] if isinstance(output, Mapping) else output

@@ -38,7 +38,7 @@ class ScaledBackward:
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Note the gradients of these parameters after each pass from now on."""
         # FSDP2 writes the gradients of shards itself, after the pass; their versions say nothing.
-        self._parameters = [p for p in parameters if not distributed.is_shard(p)]
+        self._parameters = [p for p in parameters if not distributed.is_dtensor_shard(p)]
 
     def follow(self, scaled: Tensor, loss: Tensor) -> None:
         """See the beginning and the end of the backward pass of a scaled loss."""
@@ -47,19 +47,19 @@ class ScaledBackward:
             return
         if not self._parameters:
             # The optimizers are known from their first unscale_() or step() on; before that, the graph is asked.
-            self.watch(leaves(scaled))
+            self.watch(find_leaf_parameters(scaled))
         seen = loss.detach()
         scaled.register_hook(lambda _gradient: self._begin(seen))
 
     def _begin(self, loss: Tensor) -> None:
-        before = gradient_versions(self._parameters)
-        true_size = {id(p) for parameters in self._unscaled.values() for p in parameters if _holds_something(p)}
+        before = collect_gradient_versions(self._parameters)
+        true_size = {id(p) for parameters in self._unscaled.values() for p in parameters if _has_nonzero_gradient(p)}
         # Two callbacks, one queued by the other: DDP and FSDP2 finish the gradients in callbacks of their own, which
         # are queued during the pass, after the first of these and before the second.
-        _queue(lambda: _queue(lambda: self._over(loss, before, true_size)))
+        _queue_backward_callback(lambda: _queue_backward_callback(lambda: self._over(loss, before, true_size)))
 
     def _over(self, loss: Tensor, before: dict[int, Version], true_size: set[int]) -> None:
-        written = gradient_versions(self._parameters)
+        written = collect_gradient_versions(self._parameters)
         if before:
             written = {key: now for key, now in written.items() if before.get(key) != now}
         if true_size & written.keys():
@@ -85,16 +85,16 @@ class ScaledBackward:
     def written(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters whose gradients were written since the last pass, by other code."""
         left = self._left
-        return [p for p in parameters if id(p) in left and _version(p) not in (None, left[id(p)])]
+        return [p for p in parameters if id(p) in left and _find_gradient_version(p) not in (None, left[id(p)])]
 
     def still_scaled(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether any of these gradients is as a scaled pass left it."""
         left = self._left
-        return any(id(p) in left and _version(p) == left[id(p)] for p in parameters)
+        return any(id(p) in left and _find_gradient_version(p) == left[id(p)] for p in parameters)
 
     def accept(self, parameters: Sequence[Tensor]) -> None:
         """Take the gradients as they are now for those that the last pass left."""
-        self._left.update(gradient_versions([p for p in parameters if id(p) in self._left]))
+        self._left.update(collect_gradient_versions([p for p in parameters if id(p) in self._left]))
 
     def unscaled(self, key: int, parameters: Sequence[Tensor]) -> None:
         """Note that these gradients have their true size: another scaled pass into them would mix the two."""
@@ -105,27 +105,27 @@ class ScaledBackward:
         self._unscaled.pop(key, None)
 
 
-def gradient_versions(parameters: Iterable[Tensor]) -> dict[int, Version]:
+def collect_gradient_versions(parameters: Iterable[Tensor]) -> dict[int, Version]:
     """Return identity and version of each gradient, by the id of its parameter."""
     # Both: a gradient may be written, and it may be replaced.
     return {id(p): (id(g), g._version) for p in parameters if (g := p.grad) is not None}
 
 
-def _version(parameter: Tensor) -> Version | None:
+def _find_gradient_version(parameter: Tensor) -> Version | None:
     gradient = parameter.grad
     return None if gradient is None else (id(gradient), gradient._version)
 
 
-def _holds_something(parameter: Tensor) -> bool:
+def _has_nonzero_gradient(parameter: Tensor) -> bool:
     # Reads the device, only where gradients were unscaled and not applied: zero_grad(set_to_none=False) leaves zeros.
     return parameter.grad is not None and bool(parameter.grad.any())
 
 
-def _queue(callback: Callable[[], None]) -> None:
+def _queue_backward_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def leaves(loss: Tensor) -> list[Tensor]:
+def find_leaf_parameters(loss: Tensor) -> list[Tensor]:
     """Return the parameters that backward from a loss will reach."""
     found: list[Tensor] = []
     seen: set[object] = set()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from halfstep.adapters.scaled_backward import Version, gradient_versions
+from halfstep.adapters.scaled_backward import Version, collect_gradient_versions
 from halfstep.errors import WrongUse
 from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.report import StepReport
@@ -48,11 +48,13 @@ class ScalerSlot(OptimizerSlot):
     def note_judged(self) -> None:
         """Note the gradients that the last decision was about."""
         # Only written ones: of a fresh gradient, the next one may have the identity and the version.
-        self._judged = {key: v for key, v in gradient_versions(self.gradients.parameters).items() if v[1] > 0}
+        self._judged = {key: v for key, v in collect_gradient_versions(self.gradients.parameters).items() if v[1] > 0}
 
     def was_judged(self) -> bool:
         """Return whether the gradients are those that the last decision was about."""
-        return bool(self._judged) and self._judged.items() <= gradient_versions(self.gradients.parameters).items()
+        return (
+            bool(self._judged) and self._judged.items() <= collect_gradient_versions(self.gradients.parameters).items()
+        )
 
     def call(self, scaler: torch.amp.GradScaler, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
         """Step the optimizer, and give a fused one what torch's own scaler gives it."""
@@ -64,7 +66,7 @@ class ScalerSlot(OptimizerSlot):
             return result
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             kwargs = {**kwargs, "grad_scaler": scaler}
-        with _fused_arguments(optimizer, scale, unscaled=self.unscaled):
+        with _set_fused_arguments(optimizer, scale, unscaled=self.unscaled):
             result = optimizer.step(*args, **kwargs)
         return result
 
@@ -128,7 +130,7 @@ class ScalerSlot(OptimizerSlot):
 
 
 @contextmanager
-def _fused_arguments(optimizer: Any, scale: Tensor, *, unscaled: bool) -> Iterator[None]:
+def _set_fused_arguments(optimizer: Any, scale: Tensor, *, unscaled: bool) -> Iterator[None]:
     own = getattr(optimizer, "grad_scale", None)
     # As in torch: the product, if the optimizer has its own factor.
     optimizer.grad_scale = own if unscaled else scale * (1 if own is None else own)
@@ -139,7 +141,7 @@ def _fused_arguments(optimizer: Any, scale: Tensor, *, unscaled: bool) -> Iterat
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def nothing_to_update() -> WrongUse:
+def build_empty_update_error() -> WrongUse:
     """Return the error for an update() that nothing came before."""
     return WrongUse(
         "update() without step() or unscale_() since the last one: the scale would change inside a window, or "

@@ -22,13 +22,20 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from transformers.trainer_utils import get_last_checkpoint
 
 from halfstep.adapters.accelerate import refuse_other_engines
-from halfstep.adapters.hosted_step import Clipping, HostedStep, Options, check_options, order_gradients_by, unwrapped
+from halfstep.adapters.hosted_step import (
+    Clipping,
+    HostedStep,
+    HostedStepOptions,
+    check_adapter_options,
+    order_norms_by_model,
+    unwrap_ddp,
+)
 from halfstep.errors import StateMismatch, WrongUse
 from halfstep.finding import Finding
 from halfstep.precision.select import Choice, choose_precision
-from halfstep.step.optimizer_slot import owned_by
+from halfstep.step.optimizer_slot import list_optimizer_parameters
 from halfstep.step.report import StepReport
-from halfstep.step.stored_formats import TRAINED, some, store_trained_in_fp32
+from halfstep.step.stored_formats import TRAINED, format_first_names, store_trained_in_fp32
 from halfstep.user_code import warn_user
 
 if TYPE_CHECKING:
@@ -54,10 +61,10 @@ class HalfstepMixin(_Trainer):
     because the Trainer derives its position in the data from it. The log has the number of applied and skipped steps.
     """
 
-    def __init__(self, *args: Any, halfstep: Options | None = None, **kwargs: Any) -> None:
-        """Take the Trainer's own arguments, and `halfstep` for the settings in `Options`."""
-        self._options: Options = halfstep or {}
-        check_options(self._options)
+    def __init__(self, *args: Any, halfstep: HostedStepOptions | None = None, **kwargs: Any) -> None:
+        """Take the Trainer's own arguments, and `halfstep` for the settings in `HostedStepOptions`."""
+        self._options: HostedStepOptions = halfstep or {}
+        check_adapter_options(self._options)
         self.hosted: HostedStep | None = None
         """The step of the current `train`."""
         self._for_evaluation: Choice | None = None
@@ -71,7 +78,7 @@ class HalfstepMixin(_Trainer):
         self._loss_of_all, self._of_steps = 0.0, 0
         """The sum of the losses of all applied steps of a run, and their number."""
         super().__init__(*args, **kwargs)
-        self.add_callback(_Times(self))
+        self.add_callback(_TrainerEvents(self))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse the bases in the other order, where the Trainer's own methods would hide those of the mixin."""
@@ -104,7 +111,10 @@ class HalfstepMixin(_Trainer):
         """
         widened = store_trained_in_fp32(self.model) if hasattr(self.model, "peft_config") else []
         if widened:
-            evidence = f"adapters in 16 bits, which lose small updates to rounding, are now in fp32: {some(widened)}"
+            evidence = (
+                "adapters in 16 bits, which lose small updates to rounding, are now in fp32: "
+                f"{format_first_names(widened)}"
+            )
             fix = "nothing; get_peft_model(..., autocast_adapter_dtype=True) widens all but modules_to_save"
             warn_user(str(Finding(TRAINED, "note", evidence, fix)))
         return super().create_optimizer(*args, **kwargs)
@@ -130,16 +140,16 @@ class HalfstepMixin(_Trainer):
         """Return the step of this run."""
         if self.hosted is None:
             _check_supported(self)
-            clipping = _clipping(self.args.max_grad_norm)
-            _check_all_owned(unwrapped(model), self.optimizer.optimizer, clipping)
+            clipping = _convert_max_grad_norm(self.args.max_grad_norm)
+            _check_all_owned(unwrap_ddp(model), self.optimizer.optimizer, clipping)
             self.hosted = HostedStep(
                 model,
                 self.optimizer.optimizer,
-                precision=_requested_precision(self.args),
+                precision=_find_requested_precision(self.args),
                 clipping=clipping,
                 **self._options,
             )
-            order_gradients_by(self.hosted.stepper, model)
+            order_norms_by_model(self.hosted.stepper, model)
             # Turn a prepared optimizer into a `_HostedOptimizer`; everyone who holds it keeps the same object.
             # A torch schedule has put its own wrapper of `step` on the instance, in front of the class.
             optimizer: Any = self.optimizer
@@ -147,9 +157,9 @@ class HalfstepMixin(_Trainer):
             optimizer.__class__ = _HostedOptimizer
             optimizer.hosted, optimizer.after = self.hosted, self._after
             self.accelerator.backward = self._backward
-            self.accelerator.clip_grad_norm_ = _ClippedLater(clipping)
+            self.accelerator.clip_grad_norm_ = _DeferredClipping(clipping)
             if self._resumed_from is not None:
-                self.hosted.load_state_dict(_read(Path(self._resumed_from)))
+                self.hosted.load_state_dict(_read_state(Path(self._resumed_from)))
         return self.hosted
 
     # -- one window ---------------------------------------------------------------------------------------------
@@ -184,7 +194,7 @@ class HalfstepMixin(_Trainer):
         if self.hosted is not None:
             return self.hosted.stepper.choice
         if self._for_evaluation is None:
-            self._for_evaluation = choose_precision(_requested_precision(self.args), device=self.args.device)
+            self._for_evaluation = choose_precision(_find_requested_precision(self.args), device=self.args.device)
         return self._for_evaluation
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
@@ -203,7 +213,7 @@ class HalfstepMixin(_Trainer):
         (inputs, num_items), many = batch
         self._again = True
         try:
-            loss = self.compute_loss(unwrapped(model), self._prepare_inputs(inputs), num_items_in_batch=num_items)
+            loss = self.compute_loss(unwrap_ddp(model), self._prepare_inputs(inputs), num_items_in_batch=num_items)
         finally:
             self._again = False
         by_items = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
@@ -234,10 +244,10 @@ class HalfstepMixin(_Trainer):
         """Save the Stepper's state next to the optimizer's, before the checkpoint counts as complete."""
         super()._save_optimizer_and_scheduler(output_dir)
         if self.hosted is not None and self.args.should_save:
-            _write(Path(output_dir), self.hosted.state_dict())
+            _write_state(Path(output_dir), self.hosted.state_dict())
 
 
-class _Times(TrainerCallback):
+class _TrainerEvents(TrainerCallback):
     """Events that the Trainer passes only to callbacks: the start of a run and the end of an epoch, however it ends."""
 
     def __init__(self, trainer: HalfstepMixin) -> None:
@@ -271,7 +281,7 @@ class _HostedOptimizer(AcceleratedOptimizer):
         return not self.hosted.moved
 
 
-def _clipping(limit: Any) -> Clipping:
+def _convert_max_grad_norm(limit: Any) -> Clipping:
     """Return `max_grad_norm` as a setting of a Stepper: as in the Trainer, nothing is clipped unless it is positive."""
     if not (limit is None or isinstance(limit, (int, float))):
         raise WrongUse(f"max_grad_norm={limit!r}", allowed="a number, or None", do="max_grad_norm=1.0")
@@ -280,7 +290,7 @@ def _clipping(limit: Any) -> Clipping:
 
 def _check_all_owned(model: nn.Module, optimizer: Optimizer, clipping: Clipping) -> None:
     """Raise WrongUse if the Trainer's norm would have gradients in it that the Stepper does not clip."""
-    owned = {id(p) for p in owned_by(optimizer)}
+    owned = {id(p) for p in list_optimizer_parameters(optimizer)}
     others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in owned]
     if clipping.norm is not None and others:
         raise WrongUse(
@@ -291,7 +301,7 @@ def _check_all_owned(model: nn.Module, optimizer: Optimizer, clipping: Clipping)
         )
 
 
-class _ClippedLater:
+class _DeferredClipping:
     """In the place of the accelerator's `clip_grad_norm_`: the Stepper clips, after its check."""
 
     def __init__(self, clipping: Clipping) -> None:
@@ -300,7 +310,7 @@ class _ClippedLater:
     def __call__(self, parameters: object, max_norm: float, norm_type: float = 2) -> float:
         """Clip nothing, and return NaN: the report has the norm that is logged; raise WrongUse for another clip."""
         # The Trainer asks for the norm alone by an infinite limit.
-        if norm_type != 2 or (max_norm != math.inf and _clipping(max_norm) != self._clipping):
+        if norm_type != 2 or (max_norm != math.inf and _convert_max_grad_norm(max_norm) != self._clipping):
             raise WrongUse(
                 f"clip_grad_norm_(max_norm={max_norm!r}, norm_type={norm_type!r}) under HalfstepMixin",
                 allowed=f"the run's initial max_grad_norm: {self._clipping}",
@@ -309,7 +319,7 @@ class _ClippedLater:
         return math.nan
 
 
-def _requested_precision(arguments: Any) -> str:
+def _find_requested_precision(arguments: Any) -> str:
     if arguments.bf16 or arguments.fp16:
         return "bf16" if arguments.bf16 else "fp16"
     return "tf32" if arguments.tf32 else "fp32"
@@ -331,21 +341,21 @@ def _check_supported(trainer: Any) -> None:
         )
 
 
-def _write(folder: Path, state: dict[str, Any]) -> None:
+def _write_state(folder: Path, state: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
-    from halfstep.checkpoint.packing import pack
+    from halfstep.checkpoint.packing import pack_state
 
-    plain, tensors = pack(state, "halfstep")
+    plain, tensors = pack_state(state, "halfstep")
     save_file(
         {name: t.detach().contiguous() for name, t in tensors.items()}, folder / STATE, {"halfstep": json.dumps(plain)}
     )
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read_state(folder: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
-    from halfstep.checkpoint.packing import unpack
+    from halfstep.checkpoint.packing import unpack_state
 
     if not (folder / STATE).exists():
         raise StateMismatch(
@@ -356,5 +366,5 @@ def _read(folder: Path) -> dict[str, Any]:
     with safe_open(folder / STATE, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         plain = json.loads(file.metadata()["halfstep"])
-    state: dict[str, Any] = unpack(plain, tensors, str(folder / STATE))
+    state: dict[str, Any] = unpack_state(plain, tensors, str(folder / STATE))
     return state

@@ -29,10 +29,10 @@ class Chunk(NamedTuple):
     @property
     def place(self) -> tuple[slice, ...]:
         """Where it lies in the tensor."""
-        return block(self.offsets, self.sizes)
+        return build_block_index(self.offsets, self.sizes)
 
 
-def block(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+def build_block_index(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     """Return the index of a block of a tensor."""
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
@@ -67,7 +67,7 @@ class ChunkedTensor:
         return (*sides[: self.dim], here, *sides[self.dim + 1 :])
 
 
-def chunked(name: str, tensor: Tensor) -> ChunkedTensor:
+def find_chunk_layout(name: str, tensor: Tensor) -> ChunkedTensor:
     """Return how a DTensor is cut, and by which ranks its chunks are written.
 
     Each chunk has one writer. Replicas of a chunk, as in HSDP, take turns by the tensor's name, so that they share the
@@ -91,7 +91,7 @@ def chunked(name: str, tensor: Tensor) -> ChunkedTensor:
     return ChunkedTensor(tuple(dtensor.shape), dtensor.dtype, dim, rows, tuple(ranks))
 
 
-def as_json(tensors: Mapping[str, ChunkedTensor]) -> dict[str, object]:
+def convert_chunks_to_json(tensors: Mapping[str, ChunkedTensor]) -> dict[str, object]:
     """Return the table for the manifest; lists of ranks are written once, since most tensors share theirs."""
     layouts = list(dict.fromkeys(one.ranks for one in tensors.values()))
     places = {ranks: place for place, ranks in enumerate(layouts)}
@@ -102,19 +102,19 @@ def as_json(tensors: Mapping[str, ChunkedTensor]) -> dict[str, object]:
     return {LAYOUTS: [list(ranks) for ranks in layouts], TENSORS: table}
 
 
-def from_json(content: Any, world_size: int) -> dict[str, ChunkedTensor]:
-    """Return the table of a manifest; raise ValueError for one that `as_json` did not write."""
+def parse_chunks(content: Any, world_size: int) -> dict[str, ChunkedTensor]:
+    """Return the table of a manifest; raise ValueError for one that `convert_chunks_to_json` did not write."""
     if not isinstance(content, dict) or set(content) != {LAYOUTS, TENSORS}:
         raise ValueError("not a table of chunks")
-    layouts = [tuple(_counts(ranks, world_size)) for ranks in content[LAYOUTS]]
-    return {name: _read_entry(name, entry, layouts) for name, entry in content[TENSORS].items()}
+    layouts = [tuple(_check_counts(ranks, world_size)) for ranks in content[LAYOUTS]]
+    return {name: _parse_entry(name, entry, layouts) for name, entry in content[TENSORS].items()}
 
 
-def _read_entry(name: str, entry: Any, layouts: list[tuple[int, ...]]) -> ChunkedTensor:
+def _parse_entry(name: str, entry: Any, layouts: list[tuple[int, ...]]) -> ChunkedTensor:
     try:
         shape, dtype, dim, rows, layout = entry
-        (dim, layout), (rows,) = _counts([dim, layout], 2**31), _counts([rows], 2**53)
-        found = ChunkedTensor(tuple(_counts(shape, 2**53)), BY_NAME[dtype], dim, rows, layouts[layout])
+        (dim, layout), (rows,) = _check_counts([dim, layout], 2**31), _check_counts([rows], 2**53)
+        found = ChunkedTensor(tuple(_check_counts(shape, 2**53)), BY_NAME[dtype], dim, rows, layouts[layout])
         # Every row must be in a chunk: otherwise a part of the tensor would stay uninitialized.
         if rows < 1 or found.shape[dim] > rows * len(found.ranks):
             raise ValueError(f"{rows} rows a chunk")
@@ -123,7 +123,7 @@ def _read_entry(name: str, entry: Any, layouts: list[tuple[int, ...]]) -> Chunke
     return found
 
 
-def _counts(values: Any, below: int) -> list[int]:
+def _check_counts(values: Any, below: int) -> list[int]:
     if not isinstance(values, list) or any(type(value) is not int or not 0 <= value < below for value in values):
         raise ValueError(f"{str(values)[:80]} instead of counts")
     return values

@@ -3,7 +3,7 @@
 The files are written to a folder with a draft name, which readers ignore. Each rank writes its own two files; then rank
 0 writes the manifest with the digests of all files. Everything is fsynced, and the folder is renamed to its final name.
 The rename is the commit. Old generations are removed only after it, so an interrupted save never costs an earlier one.
-`Saver` does all of this in a separate thread.
+`CheckpointSaver` does all of this in a separate thread.
 """
 
 from __future__ import annotations
@@ -24,22 +24,31 @@ from torch import Tensor
 
 from halfstep import distributed
 from halfstep.checkpoint.chunks import ChunkedTensor
-from halfstep.checkpoint.paths import BAD, CheckpointDir, Disk, following, generations, named, remove, sweep_aside
+from halfstep.checkpoint.paths import (
+    BAD,
+    CheckpointDir,
+    Disk,
+    list_generations,
+    name_generation,
+    name_next_generation,
+    remove_checkpoint_folder,
+    remove_old_set_aside,
+)
 from halfstep.checkpoint.sealed import (
     MANIFEST,
     MOST_TENSORS,
     Manifest,
-    Sealed,
+    SealedFile,
+    name_state_file,
+    name_tensors_file,
     read_manifest,
-    state_of,
-    tensors_of,
     write_sealed,
 )
 from halfstep.errors import FolderLost, HalfstepError, OtherForm
 from halfstep.files import LARGEST_JSON
 from halfstep.out_of_memory import is_out_of_memory
-from halfstep.ownership import owner_of
-from halfstep.safetensors_header import content, header
+from halfstep.ownership import find_ownership
+from halfstep.safetensors_header import content, encode_header
 
 LENGTH = 8
 """The bytes in front of a safetensors header that hold its length."""
@@ -104,49 +113,53 @@ class RankSnapshot:
     """Why this rank has nothing to save, or empty. It is shared with the other ranks, so that they do not wait."""
 
 
-def commit(folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk, party: RankGather) -> CheckpointDir:
+def commit_checkpoint(
+    folder: Path, snapshot: RankSnapshot, *, keep: int | None, disk: Disk, party: RankGather
+) -> CheckpointDir:
     """Save the snapshots of all ranks as one checkpoint and return its generation.
 
     Every rank must call this. Raises NotCommitted on all ranks if any rank fails; earlier checkpoints then stay as they
     are. Older generations beyond the newest `keep` are removed after the commit; None keeps all.
     """
-    generation, owner = named(folder, snapshot.attempt, 0), owner_of(folder)
+    generation, owner = name_generation(folder, snapshot.attempt, 0), find_ownership(folder)
     launch = owner.token if owner is not None else None
     try:
         # Each decision is a barrier: no rank writes before the draft folder exists, and no manifest is written before
         # every file is on the disk, on every rank.
-        number = decided(party, lambda: _prepare_save(snapshot), lambda attempts: _begin(folder, attempts, disk))
-        generation = named(folder, snapshot.attempt, number)
-        decided(
+        number = decide_on_all_ranks(
+            party, lambda: _prepare_save(snapshot), lambda attempts: _create_draft(folder, attempts, disk)
+        )
+        generation = name_generation(folder, snapshot.attempt, number)
+        decide_on_all_ranks(
             party,
-            lambda: _write_own(generation.draft, snapshot, disk, party.rank),
-            lambda sealed: _finish(generation, _manifest(snapshot, sealed, launch), disk),
+            lambda: _write_rank_files(generation.draft, snapshot, disk, party.rank),
+            lambda sealed: _commit_draft(generation, _build_manifest(snapshot, sealed, launch), disk),
         )
     except NotCommitted:
         if party.rank == 0:
             with contextlib.suppress(OSError, FolderLost):
-                remove(generation.draft, disk)
+                remove_checkpoint_folder(generation.draft, disk)
         raise
     if party.rank == 0 and keep is not None:
         # The commit stands even if removing old generations fails: that only costs space, and the next save tries
         # again.
         with contextlib.suppress(OSError):
-            retain(folder, keep, disk)
+            remove_old_generations(folder, keep, disk)
     return generation
 
 
-def decided(party: RankGather, do: Callable[[], Any], conclude: Callable[[list[Any]], Any]) -> Any:
+def decide_on_all_ranks(party: RankGather, do: Callable[[], Any], conclude: Callable[[list[Any]], Any]) -> Any:
     """Run `do` on every rank, then `conclude` on rank 0 with all results; return what it returns, on every rank.
 
     The results are plain JSON. Raises NotCommitted on all ranks where one of them fails.
     """
     # Every exception is sent: a rank that raised here alone would leave the others waiting for it.
-    own = json.dumps(_outcome(do))
-    decision = party.decide(own, lambda texts: json.dumps(_outcome(lambda: conclude(_gather_results(texts)))))
-    return _done(json.loads(decision))
+    own = json.dumps(_capture_outcome(do))
+    decision = party.decide(own, lambda texts: json.dumps(_capture_outcome(lambda: conclude(_parse_results(texts)))))
+    return _unwrap_outcome(json.loads(decision))
 
 
-def _outcome(do: Callable[[], Any]) -> dict[str, object]:
+def _capture_outcome(do: Callable[[], Any]) -> dict[str, object]:
     try:
         return {"done": do()}
     except NotCommitted as failure:
@@ -155,30 +168,30 @@ def _outcome(do: Callable[[], Any]) -> dict[str, object]:
             "failed": str(failure),
             "is_nonfinite": failure.is_nonfinite,
             "lacks_memory": failure.lacks_memory,
-            **({"folder_lost": _failure_as_dict(lost)} if lost is not None else {}),
+            **({"folder_lost": _convert_lost_folder(lost)} if lost is not None else {}),
         }
     except FolderLost as lost:
         return {
             "failed": lost.given,
             "is_nonfinite": False,
             "lacks_memory": False,
-            "folder_lost": _failure_as_dict(lost),
+            "folder_lost": _convert_lost_folder(lost),
         }
     except Exception as failure:
         words = getattr(failure, "strerror", None) or f"{type(failure).__name__}: {failure}"
         return {"failed": words, "is_nonfinite": False, "lacks_memory": is_out_of_memory(failure)}
 
 
-def _failure_as_dict(lost: FolderLost) -> dict[str, object]:
+def _convert_lost_folder(lost: FolderLost) -> dict[str, object]:
     return {"given": lost.given, "allowed": lost.allowed, "do": lost.do, "exit_code": lost.exit_code}
 
 
-def _gather_results(texts: list[str]) -> list[Any]:
+def _parse_results(texts: list[str]) -> list[Any]:
     where = [f" (rank {rank})" if len(texts) > 1 else "" for rank in range(len(texts))]
-    return [_done(json.loads(text), at) for text, at in zip(texts, where, strict=True)]
+    return [_unwrap_outcome(json.loads(text), at) for text, at in zip(texts, where, strict=True)]
 
 
-def _done(outcome: dict[str, Any], where: str = "") -> Any:
+def _unwrap_outcome(outcome: dict[str, Any], where: str = "") -> Any:
     if "failed" in outcome:
         facts = {key: outcome[key] for key in ("is_nonfinite", "lacks_memory")}
         lost = FolderLost(**outcome["folder_lost"]) if "folder_lost" in outcome else None
@@ -194,21 +207,21 @@ def _prepare_save(snapshot: RankSnapshot) -> int:
     return snapshot.attempt
 
 
-def _begin(folder: Path, attempts: list[int], disk: Disk) -> int:
+def _create_draft(folder: Path, attempts: list[int], disk: Disk) -> int:
     """Create the draft folder, and return the number of the save; raise NotCommitted for ranks at different steps."""
     if len(set(attempts)) > 1:
         raise NotCommitted(f"the processes are at different steps: {', '.join(map(str, attempts))}")
-    generation = following(folder, attempts[0])
+    generation = name_next_generation(folder, attempts[0])
     if not folder.is_dir():
         disk.make_folder(folder)
     # Later saves need no flush of the parents: their names have been on the disk since the first one.
-    if not generations(folder):
-        _flush_the_way_to(folder, disk)
+    if not list_generations(folder):
+        _flush_parent_folders(folder, disk)
     disk.make_folder(generation.draft)
     return generation.number
 
 
-def _flush_the_way_to(folder: Path, disk: Disk) -> None:
+def _flush_parent_folders(folder: Path, disk: Disk) -> None:
     """Flush the names of the parent folders to the disk."""
     # A file's fsync does not make the names above it durable. After a power loss the first checkpoint could be
     # complete, in a run folder that no longer exists.
@@ -229,16 +242,16 @@ def _require_finite(snapshot: RankSnapshot) -> None:
             raise NotCommitted(f"not finite: {name}", is_nonfinite=True)
 
 
-def _write_own(draft: Path, snapshot: RankSnapshot, disk: Disk, rank: int) -> list[Sealed]:
-    table = header(snapshot.tensors, {"format": "pt"})
+def _write_rank_files(draft: Path, snapshot: RankSnapshot, disk: Disk, rank: int) -> list[SealedFile]:
+    table = encode_header(snapshot.tensors, {"format": "pt"})
     text = json.dumps(snapshot.plain, allow_nan=False, separators=(",", ":")).encode()
     # The reader counts the header's `__metadata__` entry as one more.
     _refuse_more_than(MOST_TENSORS - 1, len(snapshot.tensors), "tensors of one process")
     _refuse_more_than(LARGEST_JSON, len(table) - LENGTH, "bytes for the table of tensors")
     _refuse_more_than(LARGEST_JSON, len(text), "bytes of state without tensors")
     contents: Iterator[bytes | memoryview] = (content(tensor.cpu()) for tensor in snapshot.tensors.values())
-    tensors = write_sealed(disk, draft / tensors_of(rank), itertools.chain([table], contents))
-    return [tensors, write_sealed(disk, draft / state_of(rank), [text])]
+    tensors = write_sealed(disk, draft / name_tensors_file(rank), itertools.chain([table], contents))
+    return [tensors, write_sealed(disk, draft / name_state_file(rank), [text])]
 
 
 def _refuse_more_than(most: int, count: int, what: str) -> None:
@@ -250,12 +263,12 @@ def _refuse_more_than(most: int, count: int, what: str) -> None:
         raise NotCommitted(f"{count:,} {what}: a checkpoint can be read with at most {most:,}")
 
 
-def _manifest(snapshot: RankSnapshot, sealed: list[Any], launch: str | None) -> Manifest:
-    files = tuple(Sealed(*entry) for own in sealed for entry in own)
+def _build_manifest(snapshot: RankSnapshot, sealed: list[Any], launch: str | None) -> Manifest:
+    files = tuple(SealedFile(*entry) for own in sealed for entry in own)
     return Manifest(snapshot.attempt, len(sealed), files, snapshot.environment, snapshot.chunks, launch)
 
 
-def _finish(generation: CheckpointDir, manifest: Manifest, disk: Disk) -> None:
+def _commit_draft(generation: CheckpointDir, manifest: Manifest, disk: Disk) -> None:
     text = manifest.text()
     _refuse_more_than(LARGEST_JSON, len(text), "bytes of manifest")
     # The manifest comes last: a folder without one, or with a torn one, is never accepted as a checkpoint.
@@ -270,21 +283,21 @@ def _finish(generation: CheckpointDir, manifest: Manifest, disk: Disk) -> None:
     disk.flush_folder(generation.path.parent)
 
 
-def retain(folder: Path, keep: int, disk: Disk) -> None:
+def remove_old_generations(folder: Path, keep: int, disk: Disk) -> None:
     """Remove the generations that are older than the newest `keep`; damaged ones do not count towards `keep`.
 
     Only to be called after a commit. A generation that cannot be removed is left in place without an error.
     """
     left = keep
-    for one in generations(folder):
+    for one in list_generations(folder):
         if left > 0:
-            left -= _seems_whole(one)
+            left -= _has_all_files(one)
             continue
         with contextlib.suppress(OSError):
-            discard(one, disk)
+            remove_generation(one, disk)
 
 
-def discard(generation: CheckpointDir, disk: Disk) -> None:
+def remove_generation(generation: CheckpointDir, disk: Disk) -> None:
     """Remove a committed generation."""
     # Rename first, and make that durable: a crash during the removal then leaves a draft, which readers ignore, and not
     # a committed name with some of its files gone.
@@ -297,13 +310,13 @@ def discard(generation: CheckpointDir, disk: Disk) -> None:
         # folder is no checkpoint either.
         disk.remove(generation.path / MANIFEST)
         disk.flush_folder(generation.path)
-        remove(generation.path, disk)
+        remove_checkpoint_folder(generation.path, disk)
         return
     disk.flush_folder(generation.path.parent)
-    remove(generation.draft, disk)
+    remove_checkpoint_folder(generation.draft, disk)
 
 
-def _seems_whole(generation: CheckpointDir) -> bool:
+def _has_all_files(generation: CheckpointDir) -> bool:
     """Return whether all files exist with the right size."""
     # Sizes only: hashing the old checkpoints at every save would cost more than the save itself.
     try:
@@ -316,17 +329,17 @@ def _seems_whole(generation: CheckpointDir) -> bool:
         return False
 
 
-def set_aside_since(folder: Path, attempt: int, ruined: Ruined = lambda attempt: False) -> CheckpointDir | None:
+def set_aside_checkpoints(folder: Path, attempt: int, ruined: Ruined = lambda attempt: False) -> CheckpointDir | None:
     """Set aside all checkpoints from this attempt on, and those that are `ruined`; return the newest one left.
 
     Returns None if no other exists; then nothing is set aside. Every rank must call this; rank 0 decides for all.
     """
-    left = distributed.rank_zero_or_raise(lambda: _rename_since(folder, attempt, ruined))
+    left = distributed.run_on_rank_zero(lambda: _rename_to_set_aside(folder, attempt, ruined))
     return None if left is None else CheckpointDir(folder / left[0], *left[1:])
 
 
-def _rename_since(folder: Path, attempt: int, ruined: Ruined) -> list[str | int] | None:
-    found, disk = generations(folder), Disk()
+def _rename_to_set_aside(folder: Path, attempt: int, ruined: Ruined) -> list[str | int] | None:
+    found, disk = list_generations(folder), Disk()
     good = (n for n, one in enumerate(found) if one.attempt < attempt and not ruined(one.attempt))
     newest = next(good, None)
     if newest is None:
@@ -335,7 +348,7 @@ def _rename_since(folder: Path, attempt: int, ruined: Ruined) -> list[str | int]
         # A failed rename loses nothing: that checkpoint is merely newer than the one that is used.
         with contextlib.suppress(OSError):
             disk.rename(one.path, one.path.with_name(one.name + BAD))
-    sweep_aside(folder, disk)
+    remove_old_set_aside(folder, disk)
     left = found[newest]
     return [left.name, left.attempt, left.number]
 
@@ -359,7 +372,7 @@ class SaveResult:
     bytes: int
 
 
-class Saver:
+class CheckpointSaver:
     """A writer of checkpoints with at most one save in flight; `results` returns failures, and none is lost."""
 
     def __init__(
@@ -422,7 +435,7 @@ class Saver:
     def _commit_snapshot(self, snapshot: RankSnapshot, began: float, blocked: float = 0.0) -> SaveResult:
         generation, failure = None, None
         try:
-            generation = commit(self._folder, snapshot, keep=self._keep, disk=self._disk, party=self._party)
+            generation = commit_checkpoint(self._folder, snapshot, keep=self._keep, disk=self._disk, party=self._party)
         except NotCommitted as error:
             failure = error
         except FolderLost as error:

@@ -40,30 +40,30 @@ class CheckpointDir(NamedTuple):
         return self.path.with_name(self.path.name + DRAFT)
 
 
-def named(folder: Path, attempt: int, number: int) -> CheckpointDir:
+def name_generation(folder: Path, attempt: int, number: int) -> CheckpointDir:
     """Return the generation of a step and a save number; nothing is created."""
     return CheckpointDir(folder / f"step-{attempt:08d}.{number:04x}", attempt, number)
 
 
-def generations(folder: Path) -> list[CheckpointDir]:
+def list_generations(folder: Path) -> list[CheckpointDir]:
     """Return the committed generations, newest first; an empty list if the folder does not exist."""
     # By save number, not by step: after a rollback a newer save has a lower step.
     return sorted(_list_matching(folder, ""), key=lambda one: one.number, reverse=True)
 
 
-def following(folder: Path, attempt: int) -> CheckpointDir:
+def name_next_generation(folder: Path, attempt: int) -> CheckpointDir:
     """Return the next generation; its number is above all existing ones, including drafts and damaged ones."""
     # A reused name could mix files of two saves after a crash; with a new name per save that cannot happen.
     taken = [one.number for suffix in ("", DRAFT, BAD) for one in _list_matching(folder, suffix)]
-    return named(folder, attempt, max(taken, default=0) + 1)
+    return name_generation(folder, attempt, max(taken, default=0) + 1)
 
 
-def leftovers(folder: Path) -> list[Path]:
+def list_drafts(folder: Path) -> list[Path]:
     """Return the drafts: saves that were not committed, and generations that were only partly removed."""
     return [one.path for one in _list_matching(folder, DRAFT)]
 
 
-def set_aside(folder: Path) -> list[Path]:
+def list_set_aside(folder: Path) -> list[Path]:
     """Return the checkpoints that were set aside and are no longer used."""
     return sorted(one.path for one in _list_matching(folder, BAD))
 
@@ -142,15 +142,15 @@ class Disk:
 # -- removal ----------------------------------------------------------------------------------------------------------
 
 
-def sweep(folder: Path, disk: Disk) -> None:
+def remove_unfinished_saves(folder: Path, disk: Disk) -> None:
     """Remove the drafts that interrupted saves left behind; only to be called by the holder of the run's lock."""
     # Without the lock, a draft may belong to a save that is still running in another process.
-    for path in leftovers(folder):
+    for path in list_drafts(folder):
         with contextlib.suppress(OSError):
-            remove(path, disk)
+            remove_checkpoint_folder(path, disk)
 
 
-def remove(path: Path, disk: Disk) -> None:
+def remove_checkpoint_folder(path: Path, disk: Disk) -> None:
     """Remove a folder and the files directly in it; do nothing if it is a link or does not exist."""
     if path.is_dir() and not path.is_symlink():
         for file in sorted(path.iterdir()):
@@ -162,7 +162,7 @@ MOST_ASIDE = 2
 """The number of unused checkpoints that are kept for inspection."""
 
 
-def sweep_aside(folder: Path, disk: Disk) -> None:
+def remove_old_set_aside(folder: Path, disk: Disk) -> None:
     """Remove all but the newest few checkpoints that were set aside; only for the holder of the run's lock."""
     # By save number: steps repeat after a rollback.
     newest_last = sorted(_list_matching(folder, BAD), key=lambda one: one.number)
@@ -171,4 +171,4 @@ def sweep_aside(folder: Path, disk: Disk) -> None:
             # Rename first: if the removal is interrupted, the next sweep removes the rest.
             draft = one.path.with_name(one.name.removesuffix(BAD) + DRAFT)
             disk.rename(one.path, draft)
-            remove(draft, disk)
+            remove_checkpoint_folder(draft, disk)

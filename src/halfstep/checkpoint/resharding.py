@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from halfstep.checkpoint.chunks import ChunkedTensor
-from halfstep.checkpoint.sealed import check_header, tensors_of
+from halfstep.checkpoint.sealed import check_safetensors_header, name_tensors_file
 
 
-def read_into(folder: Path, table: Mapping[str, ChunkedTensor], tensors: Mapping[str, Tensor]) -> int:
+def load_into_tensors(folder: Path, table: Mapping[str, ChunkedTensor], tensors: Mapping[str, Tensor]) -> int:
     """Fill `tensors`, plain ones or DTensors, with the saved values; return the number of files that were opened.
 
     Every rank reads what it needs by itself: there is no collective, and ranks may have different tensors. Raises
@@ -67,7 +67,7 @@ class ChunkReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remember which file each chunk is in."""
         self._files = {
-            MetadataIndex(name, torch.Size(chunk.offsets)): tensors_of(chunk.rank)
+            MetadataIndex(name, torch.Size(chunk.offsets)): name_tensors_file(chunk.rank)
             for name, one in self._table.items()
             for chunk in one.chunks()
         }
@@ -84,10 +84,10 @@ class ChunkReader(StorageReader):
         """Copy the parts of the plan into their tensors, file by file."""
         for file, items in self._group_by_file(plan.items):
             self.opened += 1
-            check_header(self._folder / file)
+            check_safetensors_header(self._folder / file)
             with safe_open(self._folder / file, "pt") as stored:
                 for item in items:
-                    _copy(stored, item, planner)
+                    _copy_slice(stored, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -105,7 +105,7 @@ class ChunkReader(StorageReader):
         return False
 
 
-def _copy(stored: Any, item: ReadItem, planner: LoadPlanner) -> None:
+def _copy_slice(stored: Any, item: ReadItem, planner: LoadPlanner) -> None:
     part = stored.get_slice(item.storage_index.fqn)
     box = tuple(slice(begin, begin + length) for begin, length in zip(item.storage_offsets, item.lengths, strict=True))
     target = planner.resolve_tensor(item).detach()

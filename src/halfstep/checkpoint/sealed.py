@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfstep.checkpoint.chunks import ChunkedTensor, as_json, from_json
+from halfstep.checkpoint.chunks import ChunkedTensor, convert_chunks_to_json, parse_chunks
 from halfstep.checkpoint.paths import CheckpointDir, Disk
-from halfstep.errors import Unsafe, begin_again, same_form
-from halfstep.files import LARGEST_JSON, strict_json
-from halfstep.ownership import token_of
+from halfstep.errors import Unsafe, advise_new_run, check_same_form
+from halfstep.files import LARGEST_JSON, parse_strict_json
+from halfstep.ownership import parse_launch_token
 
 # -- pickle detection -------------------------------------------------------------------------------------------------
 # Recognize files that can run code when their usual reader opens them, by their first bytes. A damaged file must not be
@@ -39,7 +39,7 @@ _GLOBAL_NAME = re.compile(r"[A-Za-z_][\w.]* [A-Za-z_][\w.]*")
 """The argument of the opcodes `GLOBAL` and `INST`: a module and a name in it."""
 
 
-def runs_code(start: bytes) -> str | None:
+def describe_unsafe_file(start: bytes) -> str | None:
     """Return a description of a file that could run code when read with its usual reader, else None."""
     # A safetensors file. Checked first: the bytes of its header's length can look like those of a pickle or an archive.
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= LONGEST_HEADER:
@@ -53,7 +53,7 @@ def runs_code(start: bytes) -> str | None:
 
 
 def _is_marked_pickle(start: bytes) -> bool:
-    for count, (name, _) in enumerate(_instructions(start), start=1):
+    for count, (name, _) in enumerate(_iterate_pickle_opcodes(start), start=1):
         # The shortest valid pickle has three opcodes: the mark, one value and STOP.
         if count >= _ENOUGH or (name == "STOP" and count == _ENOUGH - 1):
             return True
@@ -64,14 +64,14 @@ def _is_old_pickle(start: bytes) -> bool:
     """Return whether the bytes are a pickle of protocol 0 or 1."""
     # These have no mark, and random bytes are often a few valid opcodes. But random bytes name no module, and soon
     # contain an invalid opcode.
-    for count, (name, argument) in enumerate(_instructions(start), start=1):
+    for count, (name, argument) in enumerate(_iterate_pickle_opcodes(start), start=1):
         names_code = name in ("GLOBAL", "INST") and _GLOBAL_NAME.fullmatch(str(argument)) is not None
         if names_code or count >= _PLENTY:
             return True
     return False
 
 
-def _instructions(start: bytes) -> Iterator[tuple[str, object]]:
+def _iterate_pickle_opcodes(start: bytes) -> Iterator[tuple[str, object]]:
     """Yield opcodes and arguments up to the first invalid one; nothing is executed."""
     try:
         for instruction, argument, _ in pickletools.genops(start):
@@ -108,7 +108,7 @@ _PASSING = {
 } - {None}
 
 
-class Sealed(NamedTuple):
+class SealedFile(NamedTuple):
     """The name, size and digest that a file must have."""
 
     name: str
@@ -116,12 +116,12 @@ class Sealed(NamedTuple):
     sha256: str
 
 
-def write_sealed(disk: Disk, path: Path, pieces: Iterable[bytes | memoryview]) -> Sealed:
+def write_sealed(disk: Disk, path: Path, pieces: Iterable[bytes | memoryview]) -> SealedFile:
     """Write a new file from these pieces and return its size and digest; it is on the disk when this returns."""
     digest, size = hashlib.sha256(), 0
     file = disk.create(path)
     try:
-        for block in _blocks(pieces):
+        for block in _split_into_blocks(pieces):
             # The digest covers the bytes in memory, not those read back: damage on the way to the disk is detected too.
             digest.update(block)
             disk.write(file, block)
@@ -131,17 +131,17 @@ def write_sealed(disk: Disk, path: Path, pieces: Iterable[bytes | memoryview]) -
         disk.flush(file)
     finally:
         disk.close(file)
-    return Sealed(path.name, size, digest.hexdigest())
+    return SealedFile(path.name, size, digest.hexdigest())
 
 
-def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+def _split_into_blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
     for piece in pieces:
         view = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
         for begin in range(0, len(view), BLOCK):
             yield view[begin : begin + BLOCK]
 
 
-def find_file_defect(folder: Path, sealed: Sealed) -> str | None:
+def find_file_defect(folder: Path, sealed: SealedFile) -> str | None:
     """Return the defect of a file, or None.
 
     Raises OSError if the file cannot be read at present; it may still be intact. Raises Unsafe if it could run code
@@ -151,7 +151,7 @@ def find_file_defect(folder: Path, sealed: Sealed) -> str | None:
         with open_regular(folder / sealed.name) as file:
             size, sha256 = _hash_file(file, folder / sealed.name, sealed.size)
     except OSError as error:
-        if is_passing(error):
+        if is_temporary_error(error):
             raise
         return f"{sealed.name}: {error.strerror or error}"
     if size != sealed.size:
@@ -163,7 +163,7 @@ def find_file_defect(folder: Path, sealed: Sealed) -> str | None:
     )
 
 
-def is_passing(error: Exception) -> bool:
+def is_temporary_error(error: Exception) -> bool:
     """Return whether an error is temporary or external, so that the file itself may be intact."""
     return isinstance(error, OSError) and error.errno in _PASSING
 
@@ -199,14 +199,14 @@ def open_regular(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def check_header(path: Path) -> None:
+def check_safetensors_header(path: Path) -> None:
     """Raise ValueError for a header that safetensors accepts but no writer produces."""
     # safetensors allows a header of 100 MB and any number of tensors: these limits bound time and memory.
     with open_regular(path) as file:
         length = int.from_bytes(os.pread(file, 8, 0), "little")
         if length > LARGEST_JSON:
             raise ValueError(f"a header of {length:,} bytes")
-        table = strict_json(os.pread(file, length, 8))
+        table = parse_strict_json(os.pread(file, length, 8))
     if not isinstance(table, dict) or len(table) > MOST_TENSORS:
         raise ValueError("not a table of tensors, or too long")
     for name, entry in table.items():
@@ -233,7 +233,7 @@ def _hash_file(file: int, path: Path, expected: int) -> tuple[int, str]:
 
 def refuse_code(path: Path, start: bytes) -> None:
     """Raise Unsafe if a file with these first bytes could run code when read with a pickle reader."""
-    kind = runs_code(start)
+    kind = describe_unsafe_file(start)
     if kind is not None:
         raise Unsafe(
             f"{path} is {kind}, which can run code when it is read",
@@ -259,12 +259,12 @@ _OPEN = "0" * 64
 _KEYS = {"attempt", "chunks", "environment", "files", "format", "seal", "world_size"}
 
 
-def tensors_of(rank: int) -> str:
+def name_tensors_file(rank: int) -> str:
     """Return the name of the file that holds a rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
-def state_of(rank: int) -> str:
+def name_state_file(rank: int) -> str:
     """Return the name of the file that holds a rank's state other than tensors."""
     return f"rank-{rank:05d}.json"
 
@@ -277,7 +277,7 @@ class Manifest:
     """The number of attempted updates when the checkpoint was taken."""
     world_size: int
     """The number of ranks that wrote it."""
-    files: tuple[Sealed, ...]
+    files: tuple[SealedFile, ...]
     environment: Mapping[str, object] = field(default_factory=dict)
     """The machine and the versions it was written with; on another machine a resume is reported as approximate."""
     chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
@@ -289,7 +289,7 @@ class Manifest:
         """Return the content of MANIFEST.json, with its seal."""
         content: dict[str, object] = {
             "attempt": self.attempt,
-            "chunks": as_json(self.chunks),
+            "chunks": convert_chunks_to_json(self.chunks),
             "environment": dict(self.environment),
             "files": {sealed.name: [sealed.size, sealed.sha256] for sealed in self.files},
             "format": FORMAT,
@@ -297,14 +297,14 @@ class Manifest:
         }
         if self.launch is not None:
             content["launch"] = self.launch
-        return with_seal(content)
+        return add_seal(content)
 
     @property
     def bytes(self) -> int:
         return sum(sealed.size for sealed in self.files)
 
 
-def with_seal(content: Mapping[str, object]) -> bytes:
+def add_seal(content: Mapping[str, object]) -> bytes:
     """Return `content` as JSON with a `seal`: the SHA-256 of the whole text, computed with zeros in its place."""
     # The digests in the manifest protect the other files; nothing else would protect the manifest. The seal covers the
     # bytes, not the parsed values, so changed whitespace is detected as well.
@@ -313,7 +313,7 @@ def with_seal(content: Mapping[str, object]) -> bytes:
 
 
 def is_sealed(text: bytes, seal: Any) -> bool:
-    """Return whether text from `with_seal` is unchanged; `seal` is the value that it contains."""
+    """Return whether text from `add_seal` is unchanged; `seal` is the value that it contains."""
     if not isinstance(seal, str) or not _SHA256.fullmatch(seal):
         return False
     return hashlib.sha256(text.replace(seal.encode(), _OPEN.encode())).hexdigest() == seal
@@ -325,24 +325,27 @@ def read_manifest(generation: CheckpointDir) -> Manifest:
     Raises OtherForm for a manifest of an earlier or a later version, and Unsafe if the file could run code.
     """
     text = read_bounded(generation.path / MANIFEST, LARGEST_JSON)
-    content = strict_json(text)
+    content = parse_strict_json(text)
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise ValueError("not a manifest of a checkpoint")
     # The seal is checked before the version: one flipped bit in `format` must read as damage, not as another version.
     if not is_sealed(text, content.get("seal")):
         raise ValueError("changed since it was written")
     if content["format"] >= 1:
-        same_form(
-            generation.path, FORMAT, content["format"], for_earlier=f"use the version that wrote it, or {begin_again()}"
+        check_same_form(
+            generation.path,
+            FORMAT,
+            content["format"],
+            for_earlier=f"use the version that wrote it, or {advise_new_run()}",
         )
-    manifest = _check_manifest(content)
+    manifest = _parse_manifest(content)
     # The folder's name is not sealed. A renamed folder would otherwise resume at the wrong step.
     if manifest.attempt != generation.attempt:
         raise ValueError(f"the manifest of step {manifest.attempt}, in the folder of step {generation.attempt}")
     return manifest
 
 
-def _check_manifest(content: dict[str, Any]) -> Manifest:
+def _parse_manifest(content: dict[str, Any]) -> Manifest:
     if (
         set(content) - {"launch"} != _KEYS
         or content["format"] != FORMAT
@@ -350,32 +353,32 @@ def _check_manifest(content: dict[str, Any]) -> Manifest:
     ):
         raise ValueError(f"not a manifest of form {FORMAT}")
     try:
-        files = tuple(_make_seal(name, *entry) for name, entry in content["files"].items())
-        attempt, world_size = _count(content["attempt"], 0), _count(content["world_size"], 1)
-        chunks = from_json(content["chunks"], world_size)
+        files = tuple(_parse_sealed_file(name, *entry) for name, entry in content["files"].items())
+        attempt, world_size = _check_count(content["attempt"], 0), _check_count(content["world_size"], 1)
+        chunks = parse_chunks(content["chunks"], world_size)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"not a manifest of a checkpoint: {error}") from None
-    launch = token_of(content.get("launch"))
+    launch = parse_launch_token(content.get("launch"))
     if launch is None and "launch" in content:
         raise ValueError("a launch without the form of a token")
     manifest = Manifest(attempt, world_size, files, content["environment"], chunks, launch)
     # Compare the counts first: `world_size` comes from a file and may be huge; the set below has two names per rank.
     complete = len(files) == 2 * world_size and {sealed.name for sealed in files} == {
-        name for rank in range(world_size) for name in (tensors_of(rank), state_of(rank))
+        name for rank in range(world_size) for name in (name_tensors_file(rank), name_state_file(rank))
     }
     if not complete:
         raise ValueError(f"{len(files)} files listed for {world_size} processes")
     return manifest
 
 
-def _make_seal(name: str, size: int, sha256: str) -> Sealed:
+def _parse_sealed_file(name: str, size: int, sha256: str) -> SealedFile:
     # Names come from a file and become paths: anything but our own pattern, such as `../`, is refused.
     if not _NAME.fullmatch(name) or not _SHA256.fullmatch(sha256):
         raise ValueError(f"{name!r} is not a checkpoint file")
-    return Sealed(name, _count(size, 0), sha256)
+    return SealedFile(name, _check_count(size, 0), sha256)
 
 
-def _count(value: Any, least: int) -> int:
+def _check_count(value: Any, least: int) -> int:
     # `type() is int` also refuses true and false. Up to 2**53 every JSON reader keeps an integer exact.
     if type(value) is not int or not least <= value < 2**53:
         raise ValueError(f"{value!r} instead of a count")

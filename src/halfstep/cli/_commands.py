@@ -22,20 +22,20 @@ from typer.core import TyperGroup
 
 from halfstep import cli
 from halfstep._version import __version__
-from halfstep.cli._options import HalfstepCommand, HelpWithoutValue, flag, help_of
+from halfstep.cli._options import HalfstepCommand, HelpOptionMixin, create_flag_option, read_help_text
 from halfstep.errors import (
     CONFIGURATION,
     INTERRUPTED,
     USAGE,
     HalfstepError,
     WrongLaunch,
-    advice_for_commands,
-    mismatched_extra,
-    missing_extra,
+    convert_import_error,
+    convert_torchvision_error,
+    use_command_wording,
 )
-from halfstep.printable import in_line, printable
-from halfstep.status_line import clear
-from halfstep.terminal import say, screen
+from halfstep.printable import escape_to_one_line, escape_unprintable
+from halfstep.status_line import clear_status_line
+from halfstep.terminal import create_console, print_plain_text
 
 _WrongWords: Any
 # click's UsageError, reached through typer: click itself is not among our dependencies.
@@ -45,7 +45,7 @@ _WrongWords.exit_code = USAGE
 GROUPS = ("Run", "Choose", "Trouble", "Files")
 
 
-class Commands(HelpWithoutValue, TyperGroup):
+class CommandGroup(HelpOptionMixin, TyperGroup):
     """The group of all commands; a `HalfstepError` is printed without a traceback."""
 
     def get_params(self, ctx: Any) -> Any:
@@ -59,42 +59,42 @@ class Commands(HelpWithoutValue, TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run a command; print errors that explain themselves, and exit with their code."""
         try:
-            with advice_for_commands():
+            with use_command_wording():
                 return super().invoke(ctx)
         except _WrongWords as error:
             # The message may contain a file name that a shell glob inserted, with control characters in it.
-            error.message = in_line(error.message)
-            clear()
+            error.message = escape_to_one_line(error.message)
+            clear_status_line()
             raise
         except KeyboardInterrupt:
             # Long commands handle Ctrl-C themselves; mostly this one came while torch and others were imported.
-            clear()
+            clear_status_line()
             sys.stderr.write("stopped\n")
             raise typer.Exit(INTERRUPTED) from None
         except (typer.Exit, typer.Abort):
-            raise  # both derive from RuntimeError, and `_explain_error` would load torch after every --help
+            raise  # both derive from RuntimeError, and `_convert_to_halfstep_error` would load torch after every --help
         except (HalfstepError, ImportError, MemoryError, RuntimeError) as error:
-            explained = _explain_error(error)
+            explained = _convert_to_halfstep_error(error)
             if explained is None or ctx.params["debug"]:
                 raise
-            _print(explained)
+            _print_error(explained)
             raise typer.Exit(explained.exit_code) from None
 
 
-def _explain_error(error: Exception) -> HalfstepError | None:
+def _convert_to_halfstep_error(error: Exception) -> HalfstepError | None:
     """Return the error as a `HalfstepError`; None for a bug, which gets a traceback."""
     if isinstance(error, HalfstepError):
         return error
     if isinstance(error, ImportError):
-        return missing_extra(error)
-    from halfstep.out_of_memory import as_error
+        return convert_import_error(error)
+    from halfstep.out_of_memory import convert_memory_error
 
-    return mismatched_extra(error) or as_error(
+    return convert_torchvision_error(error) or convert_memory_error(
         error, "", "smaller images or batches, such as data.tile=256 for predict; or close other programs"
     )
 
 
-def _print(error: HalfstepError) -> None:
+def _print_error(error: HalfstepError) -> None:
     """Print an error. A configuration error is the same on every rank, so only rank 0 prints it; other errors are
     per rank.
     """
@@ -102,7 +102,7 @@ def _print(error: HalfstepError) -> None:
     if rank != "0" and error.exit_code == CONFIGURATION and not isinstance(error, WrongLaunch):
         return
     whose = "" if rank == "0" else f"rank {rank}: "
-    console = screen(stderr=True, soft_wrap=True)
+    console = create_console(stderr=True, soft_wrap=True)
     width = console.width if console.is_terminal else None
     lines = [_wrap_words(_indent_lines(whose + error.given), width)]
     if error.allowed:
@@ -122,36 +122,40 @@ def _wrap_words(text: str, width: int | None) -> str:
 
 def _indent_lines(part: str) -> str:
     """Indent all lines but the first, so that a line break in a file name cannot imitate a line of halfstep's."""
-    first, *others = printable(part).split("\n")
+    first, *others = escape_unprintable(part).split("\n")
     return "\n".join([first, *(f"    {line.strip()}" for line in others)])
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(f"halfstep {__version__}")
+        print_plain_text(f"halfstep {__version__}")
         raise typer.Exit
 
 
-def _options(
-    version: Annotated[bool, flag("--version", "Print the version.", is_eager=True, callback=_print_version)] = False,
-    debug: Annotated[bool, flag("--debug", "Show full tracebacks on errors.", envvar="HALFSTEP_DEBUG")] = False,
+def _declare_global_options(
+    version: Annotated[
+        bool, create_flag_option("--version", "Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+    debug: Annotated[
+        bool, create_flag_option("--debug", "Show full tracebacks on errors.", envvar="HALFSTEP_DEBUG")
+    ] = False,
 ) -> None:
     """Mixed precision training for PyTorch that you can trust."""
 
 
-def application(names: Iterable[str]) -> typer.Typer:
+def build_application(names: Iterable[str]) -> typer.Typer:
     """Return the application with one command per file name."""
-    # `Commands` prints errors itself, so typer's own tracebacks are off.
-    app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
-    app.callback()(_options)
+    # `CommandGroup` prints errors itself, so typer's own tracebacks are off.
+    app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
+    app.callback()(_declare_global_options)
     commands = {name: importlib.import_module(f"{cli.__name__}.{name}") for name in names}
     for name, command in sorted(commands.items(), key=lambda item: GROUPS.index(item[1].GROUP)):
         options = {"cls": HalfstepCommand, **getattr(command, "COMMAND", {})}
-        app.command(name, help=help_of(command.run), rich_help_panel=command.GROUP, **options)(command.run)
+        app.command(name, help=read_help_text(command.run), rich_help_panel=command.GROUP, **options)(command.run)
     return app
 
 
-def command_names() -> list[str]:
+def list_command_names() -> list[str]:
     """Return the names of all commands."""
     # Listed without importing them: a command imports only itself.
     files = (info.name for info in pkgutil.iter_modules(cli.__path__) if not info.ispkg)

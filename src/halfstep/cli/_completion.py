@@ -13,24 +13,26 @@ RUNS = "runs"
 """The folder where `halfstep train` places runs."""
 
 
-def recipes(incomplete: str) -> list[str]:
+def complete_recipes(incomplete: str) -> list[str]:
     """Return the names of the recipes that start with the typed text, then files and folders that lead to others."""
     try:
-        from halfstep.recipe.sources import recipe_names
+        from halfstep.recipe.sources import list_recipe_names
     except ImportError:  # without the extra `train` there is nothing to run
         return []
-    names = [name for name in recipe_names() if name.startswith(incomplete)]
+    names = [name for name in list_recipe_names() if name.startswith(incomplete)]
     return names + [
-        _path_text(path) for path in _list_below(incomplete) if path.suffix in (".yaml", ".yml") or _is_folder(path)
+        _format_completion(path)
+        for path in _list_below(incomplete)
+        if path.suffix in (".yaml", ".yml") or _is_folder(path)
     ]
 
 
-def run_folders(incomplete: str) -> list[str]:
+def complete_run_folders(incomplete: str) -> list[str]:
     """Return the folders of runs that start with the typed text, or the folders on the way to one."""
     # Nothing typed yet: the runs themselves, not the folder that holds them.
     found = list(_list_below(incomplete or f"{RUNS}/")) or list(_list_below(incomplete))
     runs = [path for path in found if (path / "recipe.yaml").is_file()]
-    return [str(path) for path in runs] or [_path_text(path) for path in found if _is_folder(path)]
+    return [str(path) for path in runs] or [_format_completion(path) for path in found if _is_folder(path)]
 
 
 def _list_below(incomplete: str) -> Iterator[Path]:
@@ -51,5 +53,5 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.name.endswith(".egg-info")
 
 
-def _path_text(path: Path) -> str:
+def _format_completion(path: Path) -> str:
     return f"{path}/" if path.is_dir() else str(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from halfstep.doctor.located import box_of
+from halfstep.doctor.located import build_located_box
 from halfstep.finding import Finding
 from halfstep.page import Block, Column, Heading, Items, Page, Pairs, Span, Table, Text
 
@@ -56,7 +56,7 @@ class GpuRow:
     why: str
 
 
-def format_rows() -> list[FormatRow]:
+def build_format_rows() -> list[FormatRow]:
     """Return the figures of each format, all queried from torch."""
     from halfstep.formats import FORMATS
 
@@ -69,13 +69,13 @@ def format_rows() -> list[FormatRow]:
     return rows
 
 
-def gpu_rows() -> list[GpuRow]:
+def build_gpu_rows() -> list[GpuRow]:
     """Return the known devices with the precision a run would choose by rule; nothing is measured."""
-    from halfstep.measure.memory.devices import device_ids, device_named
+    from halfstep.measure.memory.devices import device_named, list_device_ids
     from halfstep.precision.select import choose_precision
 
     rows = []
-    for id in device_ids():
+    for id in list_device_ids():
         target = device_named(id)
         choice = choose_precision(device=target.device)
         native = tuple(kind for kind in ("tf32", "bf16", "fp16", "fp8") if target.ability(kind).native)
@@ -86,33 +86,36 @@ def gpu_rows() -> list[GpuRow]:
     return rows
 
 
-def known_page(
+def build_known_page(
     formats: Sequence[FormatRow] | None, gpus: Sequence[GpuRow] | None, known_bad: Sequence[Finding] | None
 ) -> Page:
     """Return the page of the requested tables."""
     blocks: list[Block] = []
     if formats is not None:
-        blocks += _formats(formats)
+        blocks += _build_format_blocks(formats)
     if gpus is not None:
         aside = "auto's choice without measuring; for memory, run halfstep estimate RECIPE --device NAME"
         cells = [
             (row.id, row.name, f"{row.gib:.0f} GiB", " ".join(row.native) or "-", Span(row.precision, "good"))
             for row in gpus
         ]
-        blocks += [Heading("GPUs", aside), _table(("--device", "GPU", "memory", "native", "choose"), cells)]
+        blocks += [Heading("GPUs", aside), _build_facts_table(("--device", "GPU", "memory", "native", "choose"), cells)]
     if known_bad is not None:
-        blocks += [Heading("Known to be bad", "in the versions that are installed here"), *map(box_of, known_bad)]
+        blocks += [
+            Heading("Known to be bad", "in the versions that are installed here"),
+            *map(build_located_box, known_bad),
+        ]
     return Page("number formats, GPUs and libraries", tuple(blocks))
 
 
-def _formats(rows: Sequence[FormatRow]) -> Iterator[Block]:
+def _build_format_blocks(rows: Sequence[FormatRow]) -> Iterator[Block]:
     yield Heading("Formats", "sign, exponent, fraction")
     cells = []
     for row in rows:
         figures = (row.bits, row.sign, row.exponent, row.fraction, f"±{row.largest:.5g}", f"{row.smallest:.1g}")
         cells.append((row.name, *map(str, figures), str(row.digits or "<1"), f"{row.counts_to:,}"))
-    yield _table(("format", "bits", "s", "e", "f", "range", "above zero", "digits", "counts to"), cells)
-    yield Items(tuple(map(_bits, rows)), gap=True)
+    yield _build_facts_table(("format", "bits", "s", "e", "f", "range", "above zero", "digits", "counts to"), cells)
+    yield Items(tuple(map(_format_bit_letters, rows)), gap=True)
     for row in rows:
         if row.notes:
             yield Heading(row.name)
@@ -126,13 +129,13 @@ def _formats(rows: Sequence[FormatRow]) -> Iterator[Block]:
     )
 
 
-def _bits(row: FormatRow) -> Text:
+def _format_bit_letters(row: FormatRow) -> Text:
     """Return one letter per bit, so that formats can be compared below each other."""
     letters = (Span("s", strong=True), Span("e" * row.exponent, "note"), Span("f" * row.fraction, "good"))
     return (Span(f"{row.name:<9}", "dim"), *letters)
 
 
-def _table(titles: Sequence[str], rows: Iterable[tuple[Text, ...]]) -> Table:
+def _build_facts_table(titles: Sequence[str], rows: Iterable[tuple[Text, ...]]) -> Table:
     unbroken = ("format", "--device", "choose", "memory")
     columns = (Column(title, wrap="never" if title in unbroken else "fold") for title in titles)
     return Table(tuple(columns), tuple(rows))

@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from halfstep.cli._completion import recipes, run_folders
+from halfstep.cli._completion import complete_recipes, complete_run_folders
 from halfstep.errors import INTERRUPTED, WrongUse
-from halfstep.files import storing
-from halfstep.json_data import json_data
-from halfstep.precision.names import read_settings
-from halfstep.printable import in_line
-from halfstep.terminal import say, screen
+from halfstep.files import replace_storage_errors
+from halfstep.json_data import convert_to_json_data
+from halfstep.precision.names import parse_precision_settings
+from halfstep.printable import escape_to_one_line
+from halfstep.terminal import create_console, print_plain_text
 
 if TYPE_CHECKING:
     from halfstep.measure.subject import Subject
     from halfstep.page import Page
-    from halfstep.runs.finished import Finished
+    from halfstep.runs.finished import FinishedRun
 
 
-def flag(name: str, help: str, **more: Any) -> Any:
+def create_flag_option(name: str, help: str, **more: Any) -> Any:
     """Return an option that takes no value and is shown without one."""
     return typer.Option(name, help=help, metavar="", **more)
 
 
-class HelpWithoutValue:
+class HelpOptionMixin:
     """A mixin that shows `--help` as an option without a value."""
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -41,11 +41,11 @@ class HelpWithoutValue:
         return option
 
 
-class HalfstepCommand(HelpWithoutValue, TyperCommand):
+class HalfstepCommand(HelpOptionMixin, TyperCommand):
     """A command of halfstep."""
 
 
-def help_of(run: Callable[..., Any]) -> str:
+def read_help_text(run: Callable[..., Any]) -> str:
     """Return the docstring of a command in paragraphs, rewrapped by the terminal."""
     paragraphs = (inspect.getdoc(run) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -55,7 +55,7 @@ WORDS = "halfstep.words"
 """The key of the typed words in typer's context: help is printed before arguments are parsed."""
 
 
-class TakesSettings(HalfstepCommand):
+class SettingsCommand(HalfstepCommand):
     """A command that takes every unknown word as a setting: `train.batch_size=4`, `--batch_size 4`, `--bf16`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -68,51 +68,53 @@ class TakesSettings(HalfstepCommand):
         """Print the help of the command, then the recipe's settings."""
         super().format_help(ctx, formatter)
         from halfstep.draw.terminal import show_page
-        from halfstep.recipe.explain_page import settings_help
-        from halfstep.runs.registry import task_schemas
+        from halfstep.recipe.explain_page import build_settings_help
+        from halfstep.runs.registry import build_task_schemas
 
         named = [word for word in ctx.meta.get(WORDS, ()) if not word.startswith("-")]
-        show_page(settings_help(task_schemas(), named[0] if named else None))
+        show_page(build_settings_help(build_task_schemas(), named[0] if named else None))
 
 
 RunFolder = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN", help="The folder of a run, such as runs/segmentation_tiny.", autocompletion=run_folders
+        metavar="RUN", help="The folder of a run, such as runs/segmentation_tiny.", autocompletion=complete_run_folders
     ),
 ]
 Weights = Annotated[str, typer.Option(help="best, last, or a .safetensors file.")]
 Precision = Annotated[str | None, typer.Option(help="The precision. Default: the run's.")]
-Bf16 = Annotated[bool, flag("--bf16", "The same as --precision bf16.")]
-Fp16 = Annotated[bool, flag("--fp16", "The same as --precision fp16.")]
+Bf16 = Annotated[bool, create_flag_option("--bf16", "The same as --precision bf16.")]
+Fp16 = Annotated[bool, create_flag_option("--fp16", "The same as --precision fp16.")]
 OwnTask = Annotated[Path | None, typer.Option(help="The file of the run's own task.", metavar="FILE")]
 OnDevice = Annotated[str | None, typer.Option(help="A torch device name. Default: the best device present.")]
-Json = Annotated[bool, flag("--json", "Print one JSON object.")]
+Json = Annotated[bool, create_flag_option("--json", "Print one JSON object.")]
 
 
-def asked_precision(precision: str | None, bf16: bool, fp16: bool) -> str | None:
+def resolve_precision_options(precision: str | None, bf16: bool, fp16: bool) -> str | None:
     """Return the precision that the options agree on; None without any. Raise for options that conflict."""
     asked = {"precision": precision, "bf16": bf16 or None, "fp16": fp16 or None}
-    named = read_settings({key: value for key, value in asked.items() if value is not None})
+    named = parse_precision_settings({key: value for key, value in asked.items() if value is not None})
     return named.name if named else None
 
 
-def opened(folder: Path, weights: str, precision: str | None, bf16: bool, fp16: bool, task: Path | None) -> Finished:
+def load_finished_run(
+    folder: Path, weights: str, precision: str | None, bf16: bool, fp16: bool, task: Path | None
+) -> FinishedRun:
     """Load the run with these weights, in the precision the options agree on; print findings about it first.
 
     Raise `BadData` if the run or its weights are missing, and the errors of conflicting options.
     """
-    named = asked_precision(precision, bf16, fp16)
-    from halfstep.train.run_folder import recipe_in
+    named = resolve_precision_options(precision, bf16, fp16)
+    from halfstep.train.run_folder import find_recipe_file
 
-    recipe_in(folder)  # fails before torch is loaded, which takes seconds
+    find_recipe_file(folder)  # fails before torch is loaded, which takes seconds
     from halfstep.runs.finished import open_finished
-    from halfstep.runs.registry import task_from_file
+    from halfstep.runs.registry import load_task_file
 
-    own = task_from_file(task)[0] if task else None
+    own = load_task_file(task)[0] if task else None
     finished = open_finished(folder, weights=weights, precision=named, own=own)
     for finding in finished.choice.findings:
-        screen(stderr=True, soft_wrap=True).print(str(finding))
+        create_console(stderr=True, soft_wrap=True).print(str(finding))
     return finished
 
 
@@ -122,7 +124,7 @@ TAKES_SETTINGS = {"context_settings": {"allow_extra_args": True, "ignore_unknown
 _RECIPE_OR_CASE = typer.Argument(
     metavar="RECIPE|CASE",
     help="A recipe, then its settings; or `module:callable`, which returns (model, loss_fn, batch).",
-    autocompletion=recipes,
+    autocompletion=complete_recipes,
 )
 RecipeOrCase = Annotated[str, _RECIPE_OR_CASE]
 RecipeOrCaseIfAny = Annotated[str | None, _RECIPE_OR_CASE]
@@ -143,7 +145,7 @@ def subject(text: str, settings: Sequence[str]) -> Subject:
 
 def print_json(report: object) -> None:
     """Print a report, or plain data, as JSON."""
-    say(dumps(json_data(report), indent=1))
+    print_plain_text(dumps(convert_to_json_data(report), indent=1))
 
 
 def show_result(report: object, page: Page, json: bool, file: Path | None = None) -> None:
@@ -157,28 +159,30 @@ def show_result(report: object, page: Page, json: bool, file: Path | None = None
 
     show_page(page)
     if file is not None:
-        say(f"\nwritten: {in_line(file)}")
+        print_plain_text(f"\nwritten: {escape_to_one_line(file)}")
 
 
-def check_report(file: Path | None) -> None:
+def check_report_suffix(file: Path | None) -> None:
     """Raise `WrongUse` for a document that is neither Markdown nor HTML, before the first operation or changed."""
     if file is not None and file.suffix.lower() not in (".md", ".html"):
         raise WrongUse(f"--report {file}", allowed="a name that ends in .md or .html", do="--report doctor.md")
 
 
 def _write_page(page: Page, file: Path) -> None:
-    from halfstep.draw.html import html_document
+    from halfstep.draw.html import render_html_document
     from halfstep.draw.markdown import write_markdown
     from halfstep.files import write_text
 
-    with storing(f"{file} cannot be written", allowed="a place that this user can write to", do="--report FILE.md"):
+    with replace_storage_errors(
+        f"{file} cannot be written", allowed="a place that this user can write to", do="--report FILE.md"
+    ):
         if file.suffix.lower() == ".md":
             write_markdown(page, file)
         else:
-            write_text(file, html_document([page]))
+            write_text(file, render_html_document([page]))
 
 
-def end(interrupted: bool) -> None:
+def exit_if_interrupted(interrupted: bool) -> None:
     """Exit with the code of Ctrl-C where a report was interrupted."""
     if interrupted:
         raise typer.Exit(INTERRUPTED)

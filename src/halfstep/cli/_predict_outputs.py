@@ -11,25 +11,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.errors import BadData, BadRecipe, FolderTaken, WrongUse
-from halfstep.files import storing, write_csv
+from halfstep.files import replace_storage_errors, write_csv
 from halfstep.json_data import JsonResult
 from halfstep.page import Page, Paragraph, Span
-from halfstep.printable import in_line
-from halfstep.runs.left_out import LeftOutFile, left_out_line
-from halfstep.terminal import progress
+from halfstep.printable import escape_to_one_line
+from halfstep.runs.left_out import LeftOutFile, build_left_out_line
+from halfstep.terminal import display_progress
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from halfstep.runs.finished import Finished
+    from halfstep.runs.finished import FinishedRun
     from halfstep.train.task import Picture, Prediction
 
 
-def writing(place: Path) -> AbstractContextManager[None]:
+def replace_write_errors(place: Path) -> AbstractContextManager[None]:
     """Return a context that reports an OSError as `StorageFailed` for `place`."""
-    return storing(
+    return replace_storage_errors(
         f"{place} cannot be written to",
         allowed="a writable folder with room for the predictions",
         do="give --out FOLDER, a writable path",
@@ -40,7 +40,7 @@ WRITTEN = ("predictions.csv", "samples.png", "masks", "overlays", "texts")
 """Names that a prediction may write."""
 
 
-def check_place(place: Path, overwrite: bool) -> None:
+def check_output_folder(place: Path, overwrite: bool) -> None:
     """Raise `FolderTaken` or `StorageFailed` for an unusable output folder before minutes of computing; create
     nothing.
     """
@@ -51,7 +51,7 @@ def check_place(place: Path, overwrite: bool) -> None:
             allowed="a folder without predictions; --overwrite replaces those of the same name, and keeps the others",
             do="give --out FOLDER, or add --overwrite",
         )
-    with writing(place):
+    with replace_write_errors(place):
         # The folder itself is created later; what can be checked now is its nearest existing parent.
         nearest = next(folder for folder in (place, *place.parents) if folder.exists())
         if not nearest.is_dir():
@@ -67,7 +67,7 @@ HOW = (
 """Settings that the weights do not depend on. All others define the trained model."""
 
 
-def folder_and_settings(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+def split_folder_and_settings(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the folder, where the first word is one, and the settings after it."""
     first = words[0] if words else "-"
     # A folder's name may contain an equals sign.
@@ -76,26 +76,26 @@ def folder_and_settings(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(first), list(words[1:])
 
 
-def changed(finished: Finished, settings: Sequence[str]) -> Finished:
+def change_inference_settings(finished: FinishedRun, settings: Sequence[str]) -> FinishedRun:
     """Return the run with settings changed in its recipe; its weights stay the same.
 
     Raise `BadRecipe` for a setting the weights depend on.
     """
     if not settings:
         return finished
-    from halfstep.recipe.fields import fields_of
-    from halfstep.recipe.names import PRECISION_WORDS, read_flags
+    from halfstep.recipe.fields import build_recipe_fields
+    from halfstep.recipe.names import PRECISION_WORDS, parse_typed_settings
     from halfstep.recipe.sources import read_recipe
-    from halfstep.runs.finished import remembering
-    from halfstep.runs.resolve import resolved_recipe
-    from halfstep.train.run_folder import recipe_in
+    from halfstep.runs.finished import restore_task_facts
+    from halfstep.runs.resolve import resolve_run_recipe
+    from halfstep.train.run_folder import find_recipe_file
 
     schema = type(finished.task).schema
-    for key in (one.key for one in read_flags(list(settings), schema)):
+    for key in (one.key for one in parse_typed_settings(list(settings), schema)):
         if key in PRECISION_WORDS:
             raise BadRecipe(f"{key} as a setting", allowed="--precision P, --bf16 or --fp16", do="write --precision P")
         if key not in HOW:
-            allowed = [one for one in HOW if one in fields_of(schema).by_key]
+            allowed = [one for one in HOW if one in build_recipe_fields(schema).by_key]
             raise BadRecipe(
                 f"{key} is a setting of the training of {finished.folder}, and cannot change after it",
                 allowed=", ".join(allowed) or f"no setting: none of {finished.recipe.task} can change after training",
@@ -103,11 +103,11 @@ def changed(finished: Finished, settings: Sequence[str]) -> Finished:
                 if key == "data.path"
                 else f"remove it, or train again with {key} changed",
             )
-    recipe = resolved_recipe(read_recipe(str(recipe_in(finished.folder))), settings, schema=schema).recipe
+    recipe = resolve_run_recipe(read_recipe(str(find_recipe_file(finished.folder))), settings, schema=schema).recipe
     # A new run splits its data otherwise than one of an earlier version.
     data = recipe.data.model_copy(update={"split": finished.recipe.data.split})
     recipe = recipe.model_copy(update={"data": data})
-    task = remembering(type(finished.task)(recipe), finished.folder)
+    task = restore_task_facts(type(finished.task)(recipe), finished.folder)
     return replace(finished, recipe=recipe, task=task)
 
 
@@ -120,7 +120,7 @@ WIDEST = 2400
 
 
 @dataclass(frozen=True)
-class DrawnSamples(ShownAsPage):
+class DrawnSamples(PageResult):
     """A picture of samples that a model made."""
 
     out: Path
@@ -133,44 +133,48 @@ class DrawnSamples(ShownAsPage):
 
     def page(self) -> Page:
         """Return a line about the picture."""
-        where = f" in {self.precision} on {in_line(self.device)}, seed {self.seed}: "
-        line = (Span(f"{self.samples} samples", strong=True), where, Span(in_line(self.picture), strong=True))
+        where = f" in {self.precision} on {escape_to_one_line(self.device)}, seed {self.seed}: "
+        line = (
+            Span(f"{self.samples} samples", strong=True),
+            where,
+            Span(escape_to_one_line(self.picture), strong=True),
+        )
         return Page("samples", (Paragraph(line, wrap=False),))
 
 
-def draw_samples(finished: Finished, out: Path, *, samples: int, columns: int | None, seed: int) -> DrawnSamples:
+def draw_samples(finished: FinishedRun, out: Path, *, samples: int, columns: int | None, seed: int) -> DrawnSamples:
     """Draw samples with a seed, write them as one picture, and return the report.
 
     Raise `BadData` if there is nothing to draw from, `WrongUse` for a task that draws nothing.
     """
-    from halfstep.draw.images import enlarged, grid, write_png
+    from halfstep.draw.images import enlarge_picture, join_picture_grid, write_png
 
-    made = [enlarged(picture, LEAST) for picture in _draw_samples(finished, samples, seed)]
+    made = [enlarge_picture(picture, LEAST) for picture in _generate_samples(finished, samples, seed)]
     if not made:
         raise BadData(
             f"{finished.folder}: it has no validation data that can be read",
             allowed="the run's validation data",
             do=f"check data.path in its recipe, or give images: halfstep predict {finished.folder} FOLDER",
         )
-    columns = columns or _columns(made, len(finished.task.facts().get("classes") or ()))
-    with writing(out):
-        write_png(out / PICTURE, grid([made[i : i + columns] for i in range(0, len(made), columns)]))
+    columns = columns or _choose_columns(made, len(finished.task.facts().get("classes") or ()))
+    with replace_write_errors(out):
+        write_png(out / PICTURE, join_picture_grid([made[i : i + columns] for i in range(0, len(made), columns)]))
     choice = finished.choice
     return DrawnSamples(out, out / PICTURE, len(made), columns, seed, choice.precision.name, choice.device.name)
 
 
-def _draw_samples(finished: Finished, samples: int, seed: int) -> list[Picture]:
+def _generate_samples(finished: FinishedRun, samples: int, seed: int) -> list[Picture]:
     from halfstep.train.environment import seed_all
-    from halfstep.train.process_group import rng_preserved
-    from halfstep.train.task import LeftOut
+    from halfstep.train.process_group import preserve_rng
+    from halfstep.train.task import MissingTaskMethod
 
     inference = finished.choice.precision.inference(finished.device)
     try:
-        with progress("sampling", "steps") as on_progress, rng_preserved(), inference:
-            # Seeded inside `rng_preserved`, which restores the caller's generators afterwards.
+        with display_progress("sampling", "steps") as on_progress, preserve_rng(), inference:
+            # Seeded inside `preserve_rng`, which restores the caller's generators afterwards.
             seed_all(seed)
             return finished.task.sample(finished.model, samples, on_progress)
-    except LeftOut:
+    except MissingTaskMethod:
         raise WrongUse(
             f"the model of {finished.folder} generates nothing by itself",
             allowed="a folder of images",
@@ -178,7 +182,7 @@ def _draw_samples(finished: Finished, samples: int, seed: int) -> list[Picture]:
         ) from None
 
 
-def _columns(pictures: list[Picture], classes: int) -> int:
+def _choose_columns(pictures: list[Picture], classes: int) -> int:
     """Return ten columns where they fit; for classes in turn, a multiple of the classes, so that a column has one
     class.
     """
@@ -193,7 +197,7 @@ MILLISECONDS = 150
 
 
 @dataclass(frozen=True)
-class Inputs:
+class FolderInputs:
     """The inputs in a folder by name, not yet read."""
 
     unit: str
@@ -204,7 +208,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Predictions(ShownAsPage, JsonResult):
+class Predictions(PageResult, JsonResult):
     """The predictions of a folder's images or clips."""
 
     out: Path
@@ -224,35 +228,38 @@ class Predictions(ShownAsPage, JsonResult):
 
     def page(self) -> Page:
         """Return the unreadable samples, and the place of the predictions."""
-        left_out = (left_out_line(one) for one in self.unreadable)
+        left_out = (build_left_out_line(one) for one in self.unreadable)
         many = f"{self.count} {self.unit if self.count != 1 else self.unit[:-1]}"
-        count = (Span(many, strong=True), f" in {self.precision} on {in_line(self.device)}")
+        count = (Span(many, strong=True), f" in {self.precision} on {escape_to_one_line(self.device)}")
         pictures = ", ".join(f"{kind}s" for kind in self.pictures)
-        place = (f"{pictures} and a table in " if pictures else "a table in ", Span(in_line(self.out), strong=True))
+        place = (
+            f"{pictures} and a table in " if pictures else "a table in ",
+            Span(escape_to_one_line(self.out), strong=True),
+        )
         # Not wrapped: a path is selected with the mouse.
         return Page("predictions", (*left_out, Paragraph(count), Paragraph(place, indent=True, wrap=False)))
 
 
-def predict(finished: Finished, where: Path, out: Path) -> Predictions:
+def predict_inputs(finished: FinishedRun, where: Path, out: Path) -> Predictions:
     """Predict each image or clip, write the results, and return the report.
 
     Unreadable inputs are reported; raise `BadData` if none can be read.
     """
     from halfstep.data.dataset import BadSample
 
-    inputs = _inputs(finished, where)
+    inputs = _find_inputs(finished, where)
     do = f"halfstep predict {finished.folder}, or write a predict for {type(finished.task).__name__}"
     rows: list[dict[str, object]] = []
     bad: list[LeftOutFile] = []
-    with progress("predicting", inputs.unit) as on_progress:
+    with display_progress("predicting", inputs.unit) as on_progress:
         for number, name in enumerate(inputs.names):
             try:
                 prediction = finished.predict_tensor(inputs.read(number), allowed="no folder", do=do)
             except BadSample as error:
                 bad.append(LeftOutFile(name, error.reason))
             else:
-                with writing(out):
-                    rows.append({"file": name, **_write(prediction, out, Path(name))})
+                with replace_write_errors(out):
+                    rows.append({"file": name, **_write_prediction(prediction, out, Path(name))})
             on_progress(number + 1, len(inputs.names))
     if not rows:
         raise BadData(
@@ -260,16 +267,16 @@ def predict(finished: Finished, where: Path, out: Path) -> Predictions:
             allowed=inputs.kinds,
             do=f"look at {bad[0].file}: {bad[0].reason}" if bad else f"give a folder with {inputs.unit}",
         )
-    with writing(out):
+    with replace_write_errors(out):
         write_csv(out / TABLE, rows)
     kinds = [kind for kind in ("mask", "overlay", "animation") if any(kind in row for row in rows)]
     choice = finished.choice
     return Predictions(out, inputs.unit, len(rows), bad, choice.precision.name, choice.device.name, kinds, out / TABLE)
 
 
-def _inputs(finished: Finished, where: Path) -> Inputs:
+def _find_inputs(finished: FinishedRun, where: Path) -> FolderInputs:
     """Return clips for a task whose data has frames, images otherwise; a single image file is always an image."""
-    from halfstep.data.image_files import SUFFIXES, image_files
+    from halfstep.data.image_files import SUFFIXES, list_image_files
     from halfstep.data.image_io import read_image
 
     if not where.is_dir() and not where.is_file():
@@ -280,25 +287,25 @@ def _inputs(finished: Finished, where: Path) -> Inputs:
         )
     data = finished.recipe.data
     if {"frames", "every"} <= set(type(data).model_fields) and where.suffix.lower() not in SUFFIXES:
-        return _clips(data, where)
-    root, names = (where.parent, [where.name]) if where.is_file() else (where, image_files(where))
+        return _find_clips(data, where)
+    root, names = (where.parent, [where.name]) if where.is_file() else (where, list_image_files(where))
     kinds = "JPEG, PNG, TIFF, WEBP or BMP images"
-    return Inputs("images", names, lambda number: read_image(root / names[number], finished.channels()), kinds)
+    return FolderInputs("images", names, lambda number: read_image(root / names[number], finished.channels()), kinds)
 
 
-def _clips(data: Any, place: Path) -> Inputs:
+def _find_clips(data: Any, place: Path) -> FolderInputs:
     """Return consecutive clips of data.frames frames."""
-    from halfstep.tasks.shared.sources import CLIPS, clips_in
+    from halfstep.tasks.shared.sources import CLIPS, open_clips
 
-    found = clips_in(place, data)
+    found = open_clips(place, data)
     keys = [found.key(number).rpartition("#") for number in range(len(found))]
     # A folder that is itself a clip has an empty relative name.
     own = place.resolve().name
     parts = [(own if whole in ("", ".") else whole, int(first)) for whole, _, first in keys]
-    return Inputs("clips", _clip_names(parts), lambda number: found.read(number)["image"], CLIPS)
+    return FolderInputs("clips", _name_clips(parts), lambda number: found.read(number)["image"], CLIPS)
 
 
-def _clip_names(parts: list[tuple[str, int]]) -> list[str]:
+def _name_clips(parts: list[tuple[str, int]]) -> list[str]:
     """Return names with the number of the first frame; without it where a recording has one clip and the name is
     free.
     """
@@ -311,7 +318,7 @@ def _clip_names(parts: list[tuple[str, int]]) -> list[str]:
     ]
 
 
-def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
+def _write_prediction(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
     """Write pictures into a folder per kind, named after the image, and return the row of the table."""
     from halfstep.draw.images import write_gif, write_png
 
@@ -331,8 +338,8 @@ def _write(prediction: Prediction, out: Path, name: Path) -> dict[str, object]:
 
 def _add_legend(prediction: Prediction, name: Path) -> Picture | None:
     """Return the overlay with a legend of its colors; unchanged if there is none."""
-    from halfstep.draw.sheet import PicturedSample, single_picture
+    from halfstep.draw.sheet import PicturedSample, draw_single_picture
 
     if prediction.overlay is None or not prediction.legend:
         return prediction.overlay
-    return single_picture(PicturedSample({"": prediction.overlay}, str(name)), prediction.legend)
+    return draw_single_picture(PicturedSample({"": prediction.overlay}, str(name)), prediction.legend)

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from halfstep.cli._predict_outputs import TABLE, writing
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.cli._predict_outputs import TABLE, replace_write_errors
+from halfstep.draw.notebook import PageResult
 from halfstep.errors import BadData
 from halfstep.files import write_csv, write_text
 from halfstep.json_data import JsonResult
 from halfstep.page import Block, Page, Paragraph, Span
-from halfstep.printable import in_line, printable
-from halfstep.runs.left_out import LeftOutFile, left_out_line
-from halfstep.terminal import progress
+from halfstep.printable import escape_to_one_line, escape_unprintable
+from halfstep.runs.left_out import LeftOutFile, build_left_out_line
+from halfstep.terminal import display_progress
 
 if TYPE_CHECKING:
-    from halfstep.runs.finished import Finished
+    from halfstep.runs.finished import FinishedRun
 
 TEXTS = "texts"
 SAMPLES = 4
@@ -37,7 +37,7 @@ class WrittenText(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WrittenTexts(ShownAsPage, JsonResult):
+class WrittenTexts(PageResult, JsonResult):
     """The texts that a model wrote."""
 
     out: Path
@@ -50,35 +50,38 @@ class WrittenTexts(ShownAsPage, JsonResult):
 
     def page(self) -> Page:
         """Return the texts, and where they are."""
-        blocks: list[Block] = [left_out_line(one) for one in self.unreadable]
+        blocks: list[Block] = [build_left_out_line(one) for one in self.unreadable]
         for one in self.texts[:SHOWN]:
             # The end of a long prompt is what the text follows.
-            before = Span(printable(one.prompt[-200:]), "dim")
-            blocks += [Paragraph(Span(in_line(one.name), strong=True), gap=True)]
-            blocks += [Paragraph((before, printable(one.text)), indent=True)]
+            before = Span(escape_unprintable(one.prompt[-200:]), "dim")
+            blocks += [Paragraph(Span(escape_to_one_line(one.name), strong=True), gap=True)]
+            blocks += [Paragraph((before, escape_unprintable(one.text)), indent=True)]
         how = f"sampled at temperature {self.temperature:g}, seed {self.seed}" if self.temperature else "greedy"
         many = f"{len(self.texts)} text{'s' * (len(self.texts) != 1)}"
-        line = (Span(many, strong=True), f" in {self.precision} on {in_line(self.device)}, {how}: ")
-        return Page("texts", (*blocks, Paragraph((*line, Span(in_line(self.out), strong=True)), gap=True, wrap=False)))
+        line = (Span(many, strong=True), f" in {self.precision} on {escape_to_one_line(self.device)}, {how}: ")
+        return Page(
+            "texts",
+            (*blocks, Paragraph((*line, Span(escape_to_one_line(self.out), strong=True)), gap=True, wrap=False)),
+        )
 
 
-def continue_texts(
-    finished: Finished, where: Path | None, prompts: Sequence[str], out: Path, *, samples: int, seed: int
+def generate_texts(
+    finished: FinishedRun, where: Path | None, prompts: Sequence[str], out: Path, *, samples: int, seed: int
 ) -> WrittenTexts:
     """Continue the prompts, the text files of a folder, or nothing at all, and write the texts to `out`."""
     from halfstep.train.environment import seed_all
-    from halfstep.train.process_group import rng_preserved
+    from halfstep.train.process_group import preserve_rng
 
     given, unreadable = _read_prompts(where, prompts, samples)
     texts: list[WrittenText] = []
-    with progress("writing", "texts") as on_progress, rng_preserved():
+    with display_progress("writing", "texts") as on_progress, preserve_rng():
         # Once for all: texts without a prompt differ from each other.
         seed_all(seed)
         for name, prompt in given:
             found = finished.predict_tensor(finished.task.prompt(prompt), allowed="no prompt", do="leave it out").values
             texts.append(WrittenText(name, prompt, str(found["text"]), bool(found["ended"])))
             on_progress(len(texts), len(given))
-    with writing(out):
+    with replace_write_errors(out):
         for one in texts:
             write_text(out / TEXTS / f"{one.name}.txt", one.prompt + one.text)
         write_csv(out / TABLE, [one._asdict() for one in texts])

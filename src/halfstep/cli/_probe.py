@@ -9,7 +9,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 
 if TYPE_CHECKING:
     from halfstep.runs.liveness import RunLiveness
@@ -62,17 +62,17 @@ def answer(asked: StatusQuery) -> int:
         content = {**found._asdict(), "run": str(found.run), "max_age": asked.max_age, "ranks": ranks}
         text = json.dumps(content, indent=1)
     else:
-        text = _status_line(found)
+        text = _describe_status(found)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     return found.code
 
 
-def _status_line(found: RunLiveness) -> str:
+def _describe_status(found: RunLiveness) -> str:
     code = f"exit code {found.code}"
     code = f" with {code}" if found.state == "ended" else f" ({code})" if found.code else ""
     why = f": {found.why}" if found.why not in ("", found.state) else ""
     again = "; the same command resumes" if found.restartable else ""
-    line, columns = in_line(f"{found.state}{code}{why}{again}"), get_terminal_size((0, 0)).columns
+    line, columns = escape_to_one_line(f"{found.state}{code}{why}{again}"), get_terminal_size((0, 0)).columns
     # Programs that read a pipe get one line, unless COLUMNS is set.
     return fill(line, columns, subsequent_indent="  ", break_on_hyphens=False) if columns else line

@@ -8,10 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, Json, RecipeOrCase, end, flag, print_json, subject
-from halfstep.draw.svg import check_svg, write_svg
+from halfstep.cli._options import (
+    TAKES_SETTINGS,
+    Json,
+    RecipeOrCase,
+    create_flag_option,
+    exit_if_interrupted,
+    print_json,
+    subject,
+)
+from halfstep.draw.svg import check_svg_path, write_svg
 from halfstep.errors import GAVE_UP, INTERRUPTED
-from halfstep.terminal import progress
+from halfstep.terminal import display_progress
 
 if TYPE_CHECKING:
     from halfstep.measure.audit.page import Audit
@@ -34,7 +42,7 @@ def run(
         str | None,
         typer.Option(help="A device of this machine; or a100-80gb, t4, ...: formats by CUDA's rules, not run."),
     ] = None,
-    every: Annotated[bool, flag("--all", "Show every module.")] = False,
+    every: Annotated[bool, create_flag_option("--all", "Show every module.")] = False,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the model by format, as FILE.svg.", metavar="FILE.svg")
     ] = None,
@@ -45,33 +53,33 @@ def run(
     It exits with 80 where a finding is an error: a step in this precision fails, or is wrong.
     """
     if picture is not None:
-        check_svg(picture, "--picture")  # the audit may take minutes
+        check_svg_path(picture, "--picture")  # the audit may take minutes
     try:
         examined = subject(recipe, context.args)
         from halfstep.measure.audit.audit import audit
 
-        with progress("auditing", "stages") as on_progress:
+        with display_progress("auditing", "stages") as on_progress:
             found = audit(examined, precision=precision, device=device, progress=on_progress)
     except KeyboardInterrupt:  # torch was being imported or the case built: there is no report yet
         if json:
-            print_json(_empty_report([recipe, *context.args], precision, device))
+            print_json(_build_empty_report([recipe, *context.args], precision, device))
         raise typer.Exit(INTERRUPTED) from None
     from halfstep.draw.terminal import show_page
-    from halfstep.measure.audit.page import audit_page, formats_chart
+    from halfstep.measure.audit.page import build_audit_page, draw_format_tree
 
-    command = next_command(examined, found, device)
+    command = suggest_command_after_audit(examined, found, device)
     if picture is not None and found.rows:
-        write_svg([formats_chart(found)], picture, f"{found.subject}: {found.verdict}")
+        write_svg([draw_format_tree(found)], picture, f"{found.subject}: {found.verdict}")
     if json:
         print_json({**found.as_dict(), "next": command})
     else:
-        show_page(audit_page(found, every=every, picture=picture, command=command))
-    end(found.interrupted)
+        show_page(build_audit_page(found, every=every, picture=picture, command=command))
+    exit_if_interrupted(found.interrupted)
     if any(one.finding.severity == "error" for one in found.spotted):
         raise typer.Exit(GAVE_UP)
 
 
-def _empty_report(words: list[str], precision: str | None, device: str | None) -> dict[str, object]:
+def _build_empty_report(words: list[str], precision: str | None, device: str | None) -> dict[str, object]:
     """Return the report of an audit that had not started: all keys, without torch."""
     asked = {"--precision": precision, "--device": device}
     again = [word for option, value in asked.items() if value is not None for word in (option, value)]
@@ -83,11 +91,11 @@ def _empty_report(words: list[str], precision: str | None, device: str | None) -
     }  # fmt: skip
 
 
-def next_command(examined: Subject, found: Audit, device: str | None = None) -> str:
+def suggest_command_after_audit(examined: Subject, found: Audit, device: str | None = None) -> str:
     """Return the command to type next: never the one that was typed, unless it was interrupted."""
-    from halfstep.runs.resolve import without_precision
+    from halfstep.runs.resolve import remove_precision
 
-    words = [examined.text] if examined.is_own_code else without_precision(examined.text, examined.settings)
+    words = [examined.text] if examined.is_own_code else remove_precision(examined.text, examined.settings)
     typed = shlex.join(words)
     where = f" --device {shlex.quote(device)}" if device else ""
     again = f"halfstep audit {typed}{where} --precision"

@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, Json, RecipeOrCase, end, flag, print_json, subject
+from halfstep.cli._options import (
+    TAKES_SETTINGS,
+    Json,
+    RecipeOrCase,
+    create_flag_option,
+    exit_if_interrupted,
+    print_json,
+    subject,
+)
 from halfstep.errors import SOFTWARE
-from halfstep.terminal import progress
+from halfstep.terminal import display_progress
 
 if TYPE_CHECKING:
     from halfstep.measure.subject import Subject
@@ -29,7 +37,10 @@ def run(
         str, typer.Option(help="The precisions, separated by commas; strict fp32 is always included.")
     ] = "fp32,bf16",
     configs: Annotated[
-        bool, flag("--configs", "Compare AMP, AMP with twice the batch and compiled AMP with the baseline instead.")
+        bool,
+        create_flag_option(
+            "--configs", "Compare AMP, AMP with twice the batch and compiled AMP with the baseline instead."
+        ),
     ] = False,
     arm: Annotated[
         list[str] | None,
@@ -50,45 +61,47 @@ def run(
     """
     given = subject(recipe, context.args)
     from halfstep.measure.bench.bench import bench
-    from halfstep.measure.bench.page import bench_page, check_folder, write_report
+    from halfstep.measure.bench.page import build_bench_page, check_report_folder, write_bench_report
 
     words = [word for word in (part.strip() for part in precisions.split(",")) if word]
-    arms = _arms(given, words, configs, arm or [])
+    arms = _resolve_candidates(given, words, configs, arm or [])
     label = Path(recipe.replace(":", "-")).stem if "/" in recipe else recipe.removesuffix(".yaml").replace(":", "-")
     folder = out or Path("runs") / f"bench-{label}"
     # Before any training: the folder may belong to another bench.
-    check_folder(folder, recipe)
-    with signals_as_ctrl_c(), progress("bench", "jobs") as tell:
+    check_report_folder(folder, recipe)
+    with interrupt_on_signals(), display_progress("bench", "jobs") as tell:
         found = bench(
             given, precisions=words, arms=arms, seeds=seeds, folder=folder, price_per_hour=price_per_hour, progress=tell
         )  # fmt: skip
-    files = write_report(found, folder)
+    files = write_bench_report(found, folder)
     if json:
         print_json({**found.as_dict(), "files": files})
     else:
         from halfstep.draw.terminal import show_page
 
-        show_page(bench_page(found, files))
-    end(found.interrupted)
+        show_page(build_bench_page(found, files))
+    exit_if_interrupted(found.interrupted)
     if found.baseline.failed:  # no comparison without a baseline
         raise typer.Exit(SOFTWARE)
 
 
-def _arms(given: Subject, precisions: list[str], configs: bool, more: list[str]) -> dict[str, tuple[str, ...]] | None:
+def _resolve_candidates(
+    given: Subject, precisions: list[str], configs: bool, more: list[str]
+) -> dict[str, tuple[str, ...]] | None:
     """Return settings by the name of a candidate; None if the candidates are precisions."""
-    from halfstep.measure.bench.bench import usual_candidates
-    from halfstep.measure.bench.comparison import read_candidates
-    from halfstep.precision.names import read_precision
+    from halfstep.measure.bench.bench import list_usual_arms
+    from halfstep.measure.bench.comparison import parse_arms
+    from halfstep.precision.names import parse_precision
 
     if not configs and not more:
         return None
-    names = [read_precision(word).name for word in precisions]
+    names = [parse_precision(word).name for word in precisions]
     lower = next((name for name in names if name not in ("fp32", "tf32")), "bf16")
-    return {**(usual_candidates(given, lower) if configs else {}), **read_candidates(more)}
+    return {**(list_usual_arms(given, lower) if configs else {}), **parse_arms(more)}
 
 
 @contextmanager
-def signals_as_ctrl_c() -> Iterator[None]:
+def interrupt_on_signals() -> Iterator[None]:
     """Treat SIGTERM and SIGHUP like Ctrl-C, so that a bench ends with the results so far."""
 
     def stop(*_: object) -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.cli._options import Json, print_json, show_result
-from halfstep.errors import DATA, BadData, WrongUse, unknown_name
-from halfstep.numbers import several
+from halfstep.errors import DATA, BadData, WrongUse, build_unknown_name_error
+from halfstep.numbers import format_counted_noun
 from halfstep.page import Column, Page, Paragraph, Span, Table
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 from halfstep.store.address import has_scheme
-from halfstep.terminal import progress, say, screen
+from halfstep.terminal import create_console, display_progress, print_plain_text
 
 if TYPE_CHECKING:
     from halfstep.data.shard_index import ShardIndex
@@ -79,27 +79,27 @@ def run(
     folder that transformers reads.
     """
     if action not in ACTIONS:
-        raise unknown_name("action", action, ACTIONS)
+        raise build_unknown_name_error("action", action, ACTIONS)
     if action == "list":
-        _list(json)
+        _list_data_sets(json)
     elif what is None:
         kind, example = _EXAMPLES[action]
         raise WrongUse(
             f"{action} what?", allowed=f"halfstep data {action} {kind}", do=f"halfstep data {action} {example}"
         )
     elif action == "tokens":
-        _tokens([what, *(more or ())], tokenizer, out, val, end, separator, json)
+        _tokenize_files([what, *(more or ())], tokenizer, out, val, end, separator, json)
     elif action == "base":
-        _base(Path(what), out, json)
+        _convert_gguf_base(Path(what), out, json)
     elif action == "check":
-        _check(what, task, masks, classes, json)
+        _check_data_folder(what, task, masks, classes, json)
     elif action == "index":
-        _index(what, json)
+        _index_shards(what, json)
     else:
-        _get(what, json)
+        _download_data_set(what, json)
 
 
-def _tokens(
+def _tokenize_files(
     places: list[str],
     tokenizer: str | None,
     out: Path | None,
@@ -117,16 +117,16 @@ def _tokens(
             allowed="halfstep data tokens FILES --tokenizer FILE|train:4096 --out FOLDER",
             do="add --tokenizer train:4096" if tokenizer is None else "add --out FOLDER",
         )
-    with progress("tokenizing", "documents") as on_progress:
+    with display_progress("tokenizing", "documents") as on_progress:
         report = write_tokens(places, tokenizer, out, val=val, end=end, separator=separator, on_progress=on_progress)
     is_base = (Path(tokenizer).expanduser() / "config.json").is_file()
     recipe = ["text_lora", "--base", tokenizer] if is_base else ["text_small"]
     following = shlex.join(["halfstep", "train", *recipe, "--data_dir", str(out)])
-    more = Paragraph(f"next: {in_line(following)}", wrap=False)
+    more = Paragraph(f"next: {escape_to_one_line(following)}", wrap=False)
     show_result({**report.as_dict(), "next": following}, report.page().followed_by(more), json)
 
 
-def _base(file: Path, out: Path | None, json: bool) -> None:
+def _convert_gguf_base(file: Path, out: Path | None, json: bool) -> None:
     from halfstep.data.gguf_base import convert_gguf
 
     if out is None:
@@ -135,55 +135,55 @@ def _base(file: Path, out: Path | None, json: bool) -> None:
     show_result(report, report.page(), json)
 
 
-def _check_tokens(folder: Path, json: bool) -> None:
+def _check_token_folder(folder: Path, json: bool) -> None:
     from halfstep.data.check.tokens import check_tokens
 
-    with progress("reading", "tokens") as on_progress:
+    with display_progress("reading", "tokens") as on_progress:
         report = check_tokens(folder, on_progress)
     show_result(report, report.page(), json)
     if not report.ok:
         raise typer.Exit(DATA)
 
 
-def _check(folder: str, task: str | None, masks: Path | None, classes: int | None, json: bool) -> None:
-    from halfstep.data.check.report import check
-    from halfstep.data.layout import data_place, find_layout
+def _check_data_folder(folder: str, task: str | None, masks: Path | None, classes: int | None, json: bool) -> None:
+    from halfstep.data.check.report import check_dataset
+    from halfstep.data.layout import find_layout, resolve_data_path
     from halfstep.data.token_files import has_tokens
-    from halfstep.recipe.sources import recipe_names
+    from halfstep.recipe.sources import list_recipe_names
 
-    if has_tokens(data_place(folder)):
-        _check_tokens(data_place(folder), json)
+    if has_tokens(resolve_data_path(folder)):
+        _check_token_folder(resolve_data_path(folder), json)
         return
-    if not Path(folder).is_dir() and (folder in recipe_names() or folder.endswith((".yaml", ".yml"))):
+    if not Path(folder).is_dir() and (folder in list_recipe_names() or folder.endswith((".yaml", ".yml"))):
         raise WrongUse(
             f"{folder} is a recipe, not a folder of data",
             allowed="a folder of images, or of tokens that halfstep data tokens wrote",
             do=f"halfstep data check FOLDER, the data.path of the run (halfstep recipes explain {folder})",
         )
-    layout = find_layout(data_place(folder), task, masks)
-    with progress("reading", "files") as on_progress:
-        report = check(layout, on_progress, classes)
+    layout = find_layout(resolve_data_path(folder), task, masks)
+    with display_progress("reading", "files") as on_progress:
+        report = check_dataset(layout, on_progress, classes)
     words = ["halfstep", "train", report.recipe, "--data_dir", folder, *(["--masks", str(masks)] if masks else [])]
     following = shlex.join(words)
-    more = (Paragraph(f"next: {in_line(following)}", wrap=False),) if report.ok else ()
+    more = (Paragraph(f"next: {escape_to_one_line(following)}", wrap=False),) if report.ok else ()
     show_result({**report.as_dict(), "next": following}, report.page().followed_by(*more), json)
     if not report.ok:
         raise typer.Exit(DATA)
 
 
-def _index(source: str, json: bool) -> None:
-    from halfstep.data.layout import data_place
-    from halfstep.data.shard_index import beside, write_index
-    from halfstep.data.shards import shard_set_at, training_shards
+def _index_shards(source: str, json: bool) -> None:
+    from halfstep.data.layout import resolve_data_path
+    from halfstep.data.shard_index import resolve_index_path, write_index
+    from halfstep.data.shards import build_shard_set, resolve_training_folder
 
     if has_scheme(source):
-        _index_in_store(source, json)
+        _index_store_shards(source, json)
         return
-    root = training_shards(data_place(source))
-    shards = shard_set_at(root)
-    path = beside(root, shards)
+    root = resolve_training_folder(resolve_data_path(source))
+    shards = build_shard_set(root)
+    path = resolve_index_path(root, shards)
     try:
-        with progress("indexing", "MB") as on_progress:
+        with display_progress("indexing", "MB") as on_progress:
             index = write_index(root, shards, on_progress)
     except OSError as error:
         raise BadData(
@@ -194,23 +194,26 @@ def _index(source: str, json: bool) -> None:
     _show_index(path, index, path.stat().st_size, json)
 
 
-def _index_in_store(source: str, json: bool) -> None:
-    from halfstep.data.shard_index import build, open_index
+def _index_store_shards(source: str, json: bool) -> None:
+    from halfstep.data.shard_index import open_index, scan_and_write_index
     from halfstep.data.store_set import find_shards
-    from halfstep.store.address import check_installed, parse_address
+    from halfstep.store.address import check_obstore_installed, parse_address
     from halfstep.store.objects import PATIENCE
 
     address = parse_address(source, "SRC")
-    check_installed()
+    check_obstore_installed()
     shards = find_shards(address, PATIENCE)
     reads, size = shards.requests, sum(one.size for one in shards.objects)
-    cost = f"{several(len(shards.names), 'shard')} in {shards.store.address}: {reads:,} range reads of {size:,} bytes"
-    screen(stderr=True).print(f"{cost}, and a write; interrupted, the same command continues", soft_wrap=True)
+    cost = (
+        f"{format_counted_noun(len(shards.names), 'shard')} in {shards.store.address}: {reads:,} range reads of "
+        f"{size:,} bytes"
+    )
+    create_console(stderr=True).print(f"{cost}, and a write; interrupted, the same command continues", soft_wrap=True)
     with shards.store.probing():  # before everything is read for nothing
         pass
-    with tempfile.TemporaryDirectory() as folder, progress("indexing", "MB") as on_progress:
+    with tempfile.TemporaryDirectory() as folder, display_progress("indexing", "MB") as on_progress:
         draft = Path(folder) / shards.index_name
-        build(shards, draft, on_progress)
+        scan_and_write_index(shards, draft, on_progress)
         with draft.open("rb") as file:
             shards.store.put(shards.index_name, file)
         _show_index(f"{shards.store.address}/{shards.index_name}", open_index(draft), draft.stat().st_size, json)
@@ -222,29 +225,30 @@ def _show_index(path: str | Path, index: ShardIndex, size: int, json: bool) -> N
         print_json({"index": path, **facts})
     else:
         counts = (
-            f"{len(index):,} samples in {several(len(index.names), 'shard')}, {size / len(index):.2f} bytes per sample"
+            f"{len(index):,} samples in {format_counted_noun(len(index.names), 'shard')}, {size / len(index):.2f} "
+            "bytes per sample"
         )
-        say(f"{path}: {counts}, seal {index.seal[:16]}")
+        print_plain_text(f"{path}: {counts}, seal {index.seal[:16]}")
 
 
-def _list(json: bool) -> None:
-    from halfstep.data.sets.getting import is_here, known_sets
+def _list_data_sets(json: bool) -> None:
+    from halfstep.data.sets.getting import import_known_sets, is_set_cached
 
-    here = {name: is_here(name) for name in known_sets()}
-    sets = [{"name": name, "about": one.ABOUT, "here": here[name]} for name, one in known_sets().items()]
+    here = {name: is_set_cached(name) for name in import_known_sets()}
+    sets = [{"name": name, "about": one.ABOUT, "here": here[name]} for name, one in import_known_sets().items()]
     rows = tuple(
-        (Span(name, strong=True), "here" if here[name] else "", one.ABOUT) for name, one in known_sets().items()
+        (Span(name, strong=True), "here" if here[name] else "", one.ABOUT) for name, one in import_known_sets().items()
     )
     more = Paragraph("halfstep data get NAME downloads one; halfstep data check FOLDER checks your own.", gap=True)
     table = Table((Column(), Column(), Column()), rows, indent=0)
     show_result({"sets": sets}, Page("public data sets", (table, more)), json)
 
 
-def _get(name: str, json: bool) -> None:
-    from halfstep.data.sets.getting import get
+def _download_data_set(name: str, json: bool) -> None:
+    from halfstep.data.sets.getting import fetch_dataset
 
-    folder, counts = get(name)
+    folder, counts = fetch_dataset(name)
     if json:
         print_json({"name": name, "folder": folder, "samples": counts})
     else:
-        say(f"{name} ok: {', '.join(f'{n} {split}' for split, n in counts.items())} in {folder}")
+        print_plain_text(f"{name} ok: {', '.join(f'{n} {split}' for split, n in counts.items())} in {folder}")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._options import HalfstepCommand, Json, OnDevice, check_report, flag, show_result
-from halfstep.doctor.device_report import examine
+from halfstep.cli._options import HalfstepCommand, Json, OnDevice, check_report_suffix, create_flag_option, show_result
+from halfstep.doctor.device_report import examine_device
 from halfstep.errors import CONFIGURATION, STORAGE, FolderTaken, WrongUse
-from halfstep.files import storing
-from halfstep.json_data import json_data
+from halfstep.files import replace_storage_errors
+from halfstep.json_data import convert_to_json_data
 from halfstep.store.address import has_scheme, parse_address
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ SHOWN = "patch"
 """The value of --fix where no name follows it: what would be changed is shown."""
 
 
-class _FixAlone(HalfstepCommand):
+class _OptionalFixCommand(HalfstepCommand):
     """A command whose `--fix` may stand without a name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -37,7 +37,7 @@ class _FixAlone(HalfstepCommand):
         return super().parse_args(ctx, words)
 
 
-COMMAND = {"cls": _FixAlone}
+COMMAND = {"cls": _OptionalFixCommand}
 
 
 def run(
@@ -52,13 +52,19 @@ def run(
     deepspeed: Annotated[str | None, typer.Option(help="DeepSpeed's JSON configuration, to compare with.")] = None,
     device: OnDevice = None,
     precision: Annotated[str, typer.Option(help="The requested precision, in any spelling.")] = "auto",
-    strict: Annotated[bool, flag("--strict", "As train.strict=true: this precision, or an error.")] = False,
-    fresh: Annotated[bool, flag("--fresh", "Measure again instead of reading the cache.")] = False,
-    formats: Annotated[
-        bool, flag("--formats", "Instead: range and digits of fp32, bf16, fp16 and fp8, and their uses.")
+    strict: Annotated[
+        bool, create_flag_option("--strict", "As train.strict=true: this precision, or an error.")
     ] = False,
-    gpus: Annotated[bool, flag("--gpus", "Instead: the known GPUs, and the precision that suits each.")] = False,
-    known_bad: Annotated[bool, flag("--known-bad", "Instead: known defects of the installed libraries.")] = False,
+    fresh: Annotated[bool, create_flag_option("--fresh", "Measure again instead of reading the cache.")] = False,
+    formats: Annotated[
+        bool, create_flag_option("--formats", "Instead: range and digits of fp32, bf16, fp16 and fp8, and their uses.")
+    ] = False,
+    gpus: Annotated[
+        bool, create_flag_option("--gpus", "Instead: the known GPUs, and the precision that suits each.")
+    ] = False,
+    known_bad: Annotated[
+        bool, create_flag_option("--known-bad", "Instead: known defects of the installed libraries.")
+    ] = False,
     fix: Annotated[
         str | None,
         typer.Option(
@@ -66,14 +72,16 @@ def run(
             metavar="[NAME]",
         ),
     ] = None,
-    yes: Annotated[bool, flag("--yes", "With --fix and no NAME: apply the patch.")] = False,
+    yes: Annotated[bool, create_flag_option("--yes", "With --fix and no NAME: apply the patch.")] = False,
     sarif: Annotated[
         Path | None, typer.Option(help="A folder: write the findings as SARIF, for CI.", metavar="FILE")
     ] = None,
     write: Annotated[
         Path | None, typer.Option(help="A folder: write its settings as a recipe.", metavar="RECIPE")
     ] = None,
-    settings: Annotated[bool, flag("--settings", "A folder: list every setting that was read, too.")] = False,
+    settings: Annotated[
+        bool, create_flag_option("--settings", "A folder: list every setting that was read, too.")
+    ] = False,
     report: Annotated[
         Path | None, typer.Option(help="Also write the page to this file.", metavar="FILE.md|FILE.html")
     ] = None,
@@ -86,14 +94,14 @@ def run(
     A folder is read file by file: configurations, launch lines, scripts and notebooks. Nothing in it is imported or
     run. The verdict comes first; the exit code is 78 where there is an error outside of tests.
     """
-    check_report(report)
+    check_report_suffix(report)
     if recipe is not None and has_scheme(recipe):
-        _refuse_with_store(
+        _refuse_store_options(
             **{"--accelerate": accelerate, "--deepspeed": deepspeed, "--device": device, "--strict": strict},
             **{"--fresh": fresh, "--formats": formats, "--gpus": gpus, "--known-bad": known_bad, "--fix": fix},
             **{"--yes": yes, "--sarif": sarif, "--write": write, "--settings": settings},
         )
-        _object_store(recipe, report, json)
+        _report_object_store(recipe, report, json)
         return
     folder = recipe is not None and Path(recipe).is_dir()
     _refuse_script(recipe)
@@ -105,23 +113,23 @@ def run(
         tables = {"--formats": formats, "--gpus": gpus, "--known-bad": known_bad}
         _refuse_device_options(device, precision, strict, **{"--fresh": fresh, **tables})
     if recipe is not None and folder:
-        _refuse_files(accelerate, deepspeed)
-        _project(recipe, fix, yes, sarif, write, settings, report, json)
+        _refuse_config_files(accelerate, deepspeed)
+        _report_project(recipe, fix, yes, sarif, write, settings, report, json)
     elif recipe or accelerate or deepspeed:
-        _settings(recipe, accelerate, deepspeed, fix, report, json)
+        _report_settings(recipe, accelerate, deepspeed, fix, report, json)
     elif fix:
         raise WrongUse("--fix without settings", allowed="--fix NAME after a RECIPE", do="name the file to fix")
     elif formats or gpus or known_bad:
-        _tables(formats, gpus, known_bad, report, json)
+        _report_tables(formats, gpus, known_bad, report, json)
     else:
-        found = examine(device, precision, strict=strict, fresh=fresh)
+        found = examine_device(device, precision, strict=strict, fresh=fresh)
         show_result(found, found.page(), json, report)
         # Scripts can check the exit code before they start a run.
         if any(finding.severity == "error" for finding in found.findings):
             raise typer.Exit(CONFIGURATION)
 
 
-def _object_store(address: str, report: Path | None, json: bool) -> None:
+def _report_object_store(address: str, report: Path | None, json: bool) -> None:
     from halfstep.doctor.store_check import check_store
 
     found = check_store(parse_address(address, "ADDRESS"))
@@ -130,7 +138,7 @@ def _object_store(address: str, report: Path | None, json: bool) -> None:
         raise typer.Exit(STORAGE)
 
 
-def _refuse_with_store(**given: Any) -> None:
+def _refuse_store_options(**given: Any) -> None:
     wrong = [name for name, value in given.items() if value]
     if wrong:
         raise WrongUse(
@@ -140,37 +148,37 @@ def _refuse_with_store(**given: Any) -> None:
         )
 
 
-def _tables(formats: bool, gpus: bool, known_bad: bool, report: Path | None, json: bool) -> None:
+def _report_tables(formats: bool, gpus: bool, known_bad: bool, report: Path | None, json: bool) -> None:
     from halfstep.cli import _known as known
     from halfstep.doctor.machine import check_machine, read_machine
 
     found = (
-        known.format_rows() if formats else None,
-        known.gpu_rows() if gpus else None,
+        known.build_format_rows() if formats else None,
+        known.build_gpu_rows() if gpus else None,
         check_machine(read_machine()) if known_bad else None,
     )
     names = ("formats", "gpus", "known_bad")
     data = {name: rows for name, rows in zip(names, found, strict=True) if rows is not None}
-    show_result(data, known.known_page(*found), json, report)
+    show_result(data, known.build_known_page(*found), json, report)
 
 
-def _settings(
+def _report_settings(
     recipe: str | None, accelerate: str | None, deepspeed: str | None, fix: str | None, report: Path | None, json: bool
 ) -> None:
     from halfstep.doctor.checkup import check_settings
-    from halfstep.doctor.fixing import make_agree
-    from halfstep.doctor.settings_page import settings_page
+    from halfstep.doctor.fixing import make_settings_agree
+    from halfstep.doctor.settings_page import build_settings_page
 
     # Changed first, so that the report shows the settings as they are now.
-    changed = make_agree(fix, recipe, accelerate=accelerate, deepspeed=deepspeed) if fix else None
+    changed = make_settings_agree(fix, recipe, accelerate=accelerate, deepspeed=deepspeed) if fix else None
     found = check_settings(recipe, accelerate=accelerate, deepspeed=deepspeed)
-    data = {**json_data(found), **({} if changed is None else {"changed": changed})}
-    show_result(data, settings_page(found, changed), json, report)
+    data = {**convert_to_json_data(found), **({} if changed is None else {"changed": changed})}
+    show_result(data, build_settings_page(found, changed), json, report)
     if not found.status.aligned:
         raise typer.Exit(CONFIGURATION)
 
 
-def _project(
+def _report_project(
     folder: str,
     fix: str | None,
     yes: bool,
@@ -181,43 +189,45 @@ def _project(
     json: bool,
 ) -> None:
     """Check a folder; make the requested changes first, so that the report shows the current state."""
-    from halfstep.doctor.fixing import plan_fixes, precision_to_fix
-    from halfstep.doctor.patch import ProjectPatch, unified_diff, write_texts
-    from halfstep.doctor.project_check import examine_project, report_of
-    from halfstep.doctor.project_page import project_page
+    from halfstep.doctor.fixing import parse_fix_precision, plan_fixes
+    from halfstep.doctor.patch import ProjectPatch, format_unified_diff, write_texts
+    from halfstep.doctor.project_check import build_project_report, examine_project
+    from halfstep.doctor.project_page import build_project_page
 
     patch = None
     if fix:
-        plan = plan_fixes(folder, None if fix == SHOWN else precision_to_fix(fix))
+        plan = plan_fixes(folder, None if fix == SHOWN else parse_fix_precision(fix))
         before = plan.project.texts
         modified = write_texts(plan.project.root, before, plan.texts) if yes or fix != SHOWN else None
-        patch = ProjectPatch(unified_diff(before, plan.texts), plan.refused, modified)
+        patch = ProjectPatch(format_unified_diff(before, plan.texts), plan.refused, modified)
     project, runs, findings = examine_project(folder)
     if sarif:
         _write_sarif(sarif, project.root, findings, runs)
-    found = report_of(project, runs, findings)
+    found = build_project_report(project, runs, findings)
     if write:
         _write_recipe(write, project, runs, found.status)
-    data = {**json_data(found), **json_data(patch or {}), **({"written": write} if write else {})}
-    show_result(data, project_page(found, patch, write, settings), json, report)
+    data = {**convert_to_json_data(found), **convert_to_json_data(patch or {}), **({"written": write} if write else {})}
+    show_result(data, build_project_page(found, patch, write, settings), json, report)
     if not found.status.aligned:
         raise typer.Exit(CONFIGURATION)
 
 
 def _write_sarif(file: Path, folder: Path, findings: list[LocatedFinding], runs: list[ProjectRun]) -> None:
-    from halfstep.doctor.sarif import to_sarif
+    from halfstep.doctor.sarif import convert_to_sarif
     from halfstep.files import write_json
 
     otherwise = runs[0].name.partition(":")[0] if runs else "."
     # Code scanning takes paths from the root of the repository, which is where CI runs.
     here = Path.cwd()
     below = folder.resolve().relative_to(here).as_posix() if folder.resolve().is_relative_to(here) else ""
-    with storing(f"{file} cannot be written", allowed="a file in a folder that can be written", do="give another FILE"):
-        write_json(file, to_sarif(findings, otherwise, below))
+    with replace_storage_errors(
+        f"{file} cannot be written", allowed="a file in a folder that can be written", do="give another FILE"
+    ):
+        write_json(file, convert_to_sarif(findings, otherwise, below))
 
 
 def _write_recipe(file: Path, project: Project, runs: list[ProjectRun], status: ProjectStatus) -> None:
-    from halfstep.doctor.conversion import to_recipe
+    from halfstep.doctor.conversion import convert_to_recipe
     from halfstep.doctor.project_page import SEVERAL
     from halfstep.files import write_text
 
@@ -229,8 +239,10 @@ def _write_recipe(file: Path, project: Project, runs: list[ProjectRun], status: 
             allowed="a project whose settings agree",
             do="settle them first: halfstep doctor shows them, --fix NAME settles them",
         )
-    text = to_recipe(project, runs, status.precision)
-    with storing(f"{file} cannot be written", allowed="a file in a folder that can be written", do="give another name"):
+    text = convert_to_recipe(project, runs, status.precision)
+    with replace_storage_errors(
+        f"{file} cannot be written", allowed="a file in a folder that can be written", do="give another name"
+    ):
         write_text(file, text)
 
 
@@ -253,7 +265,7 @@ def _refuse_script(recipe: str | None) -> None:
         )
 
 
-def _refuse_files(accelerate: str | None, deepspeed: str | None) -> None:
+def _refuse_config_files(accelerate: str | None, deepspeed: str | None) -> None:
     given = [name for name, value in {"--accelerate": accelerate, "--deepspeed": deepspeed}.items() if value]
     if given:
         raise WrongUse(

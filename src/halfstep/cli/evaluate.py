@@ -15,12 +15,12 @@ from halfstep.cli._options import (
     Precision,
     RunFolder,
     Weights,
-    asked_precision,
-    flag,
+    create_flag_option,
+    resolve_precision_options,
     show_result,
 )  # fmt: skip
 from halfstep.page import Paragraph, Span
-from halfstep.terminal import screen
+from halfstep.terminal import create_console
 
 GROUP = "Run"
 
@@ -42,7 +42,7 @@ def run(
         Path | None, typer.Option(help="Draw confusion, classes, the worst and typical samples.", metavar="FILE.png")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=100, help="Samples in the picture.")] = 8,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace existing files.")] = False,
+    overwrite: Annotated[bool, create_flag_option("--overwrite", "Replace existing files.")] = False,
     weights: Weights = "best",
     precision: Precision = None,
     bf16: Bf16 = False,
@@ -51,7 +51,7 @@ def run(
     json: Json = False,
 ) -> None:
     """Evaluate a run's weights overall, per class and per sample, and list the worst samples."""
-    named = asked_precision(precision, bf16, fp16)
+    named = resolve_precision_options(precision, bf16, fp16)
     from halfstep.runs.evaluate_run import evaluate
 
     report = evaluate(
@@ -66,7 +66,7 @@ def run(
         task=task,
     )
     for finding in report.findings:
-        screen(stderr=True, soft_wrap=True).print(str(finding))
+        create_console(stderr=True, soft_wrap=True).print(str(finding))
     page = report.page()
     if report.figures is not None and not report.written:
         words = "--csv FILE writes a row for each sample, --picture FILE.png draws the worst"

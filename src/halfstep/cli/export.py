@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import Json, OwnTask, RunFolder, flag, show_result
+from halfstep.cli._options import Json, OwnTask, RunFolder, create_flag_option, show_result
 from halfstep.errors import WrongUse
 
 GROUP = "Files"
@@ -43,7 +43,7 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", "--overwrite", help="Replace an existing file.", metavar="")
     ] = False,
-    merge: Annotated[bool, flag("--merge", "Merge an adapter into its base, and compare both.")] = False,
+    merge: Annotated[bool, create_flag_option("--merge", "Merge an adapter into its base, and compare both.")] = False,
     task: OwnTask = None,
     json: Json = False,
 ) -> None:

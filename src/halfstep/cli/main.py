@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from halfstep.cli import _probe
 from halfstep.errors import INTERRUPTED, SOFTWARE, HalfstepError, WrongLaunch
-from halfstep.host_memory import nothing_collected
-from halfstep.launch_variables import slurm_ranks
-from halfstep.status_line import clear, show, show_status
-from halfstep.stop_signals import leave_unbegun, stop_signals
+from halfstep.host_memory import pause_gc
+from halfstep.launch_variables import convert_slurm_variables
+from halfstep.status_line import clear_status_line, show_on_terminal, show_status
+from halfstep.stop_signals import exit_before_run, list_stop_signals
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -41,20 +41,20 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     # The signals that end a run with 75 from its first moment on, while modules are imported too.
     in_main = threading.current_thread() is threading.main_thread()
-    heard = stop_signals() if sys.argv[1:2] == ["train"] and in_main else []
+    heard = list_stop_signals() if sys.argv[1:2] == ["train"] and in_main else []
     before = {number: signal.getsignal(number) for number in [*heard, signal.SIGINT]}
     try:
         for number in heard:
-            signal.signal(number, leave_unbegun)
-        _answer_probe(sys.argv[1:])
+            signal.signal(number, exit_before_run)
+        _answer_status_probe(sys.argv[1:])
         # First of all: one rank prints, also before torch is loaded.
-        os.environ.update(slurm_ranks(os.environ))
-        with _exit_on_interrupt(sys.argv[1:2]), nothing_collected():
+        os.environ.update(convert_slurm_variables(os.environ))
+        with _exit_on_interrupt(sys.argv[1:2]), pause_gc():
             _show_activity(sys.argv[1:])
             application = build(sys.argv[1:2])
         application(prog_name="halfstep")
     except KeyboardInterrupt:
-        _say_stopped()
+        _print_stopped()
         raise SystemExit(INTERRUPTED) from None
     except WrongLaunch as error:
         sys.stderr.write(f"{error}\n")
@@ -64,7 +64,7 @@ def main() -> None:
         traceback.print_exc()
         raise SystemExit(SOFTWARE) from None
     finally:
-        clear()
+        clear_status_line()
         _restore_handlers(before)
 
 
@@ -75,7 +75,7 @@ def _restore_handlers(before: Mapping[signal.Signals, Callable[[int, FrameType |
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _answer_probe(words: list[str]) -> None:
+def _answer_status_probe(words: list[str]) -> None:
     """Answer a usual `halfstep status` and exit, before anything slow is imported; errors are left to its command."""
     asked = _probe.parse_status_query(words[1:]) if words[:1] == [_probe.COMMAND] else None
     if asked is not None:
@@ -94,7 +94,7 @@ def _exit_on_interrupt(command: list[str]) -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGINT, _exit_interrupted)
     try:
         yield
     finally:
@@ -102,25 +102,25 @@ def _exit_on_interrupt(command: list[str]) -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _say_stopped() -> None:
-    clear()
+def _print_stopped() -> None:
+    clear_status_line()
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("stopped\n")
         sys.stderr.flush()
 
 
-def _leave(*_: object) -> NoReturn:
-    _say_stopped()
+def _exit_interrupted(*_: object) -> NoReturn:
+    _print_stopped()
     # Not SystemExit, which a callback would lose as well; nothing was started that needs a cleanup.
     os._exit(INTERRUPTED)
 
 
 def build(names: Iterable[str] = ()) -> typer.Typer:
     """Return the application with these commands, or with all where none of the names is known. Loading all is slow."""
-    from halfstep.cli._commands import application, command_names
+    from halfstep.cli._commands import build_application, list_command_names
 
-    known = command_names()
-    return application([name for name in known if name in tuple(names)] or known)
+    known = list_command_names()
+    return build_application([name for name in known if name in tuple(names)] or known)
 
 
 def _show_activity(words: list[str]) -> None:
@@ -131,4 +131,4 @@ def _show_activity(words: list[str]) -> None:
     if command == "train" and subject and not subject.startswith("-"):
         show_status(f"halfstep train {subject}: reading the recipe")
     elif command:
-        show(f"halfstep {command}: loading")
+        show_on_terminal(f"halfstep {command}: loading")

@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import Bf16, Fp16, Json, OwnTask, Precision, RunFolder, Weights, flag, opened, show_result
+from halfstep.cli._options import (
+    Bf16,
+    Fp16,
+    Json,
+    OwnTask,
+    Precision,
+    RunFolder,
+    Weights,
+    create_flag_option,
+    load_finished_run,
+    show_result,
+)
 from halfstep.errors import WrongUse
 
 GROUP = "Run"
@@ -25,7 +36,7 @@ def run(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The output folder. Default: RUN/predictions.")] = None,
-    overwrite: Annotated[bool, flag("--overwrite", "Replace existing predictions.")] = False,
+    overwrite: Annotated[bool, create_flag_option("--overwrite", "Replace existing predictions.")] = False,
     samples: Annotated[
         int | None,
         typer.Option(min=1, max=1000, help="Without FOLDER: how many to generate. Default: 40 pictures, or 4 texts."),
@@ -53,23 +64,23 @@ def run(
     from halfstep.cli._predict_outputs import (
         DrawnSamples,
         Predictions,
-        changed,
-        check_place,
+        change_inference_settings,
+        check_output_folder,
         draw_samples,
-        folder_and_settings,
-        predict,
+        predict_inputs,
+        split_folder_and_settings,
     )  # fmt: skip
-    from halfstep.train.run_folder import recipe_in
+    from halfstep.train.run_folder import find_recipe_file
 
-    recipe_in(folder)  # first: a file in the place of RUN is no folder for predictions
-    images, settings = folder_and_settings(rest or [])
+    find_recipe_file(folder)  # first: a file in the place of RUN is no folder for predictions
+    images, settings = split_folder_and_settings(rest or [])
     place = out or folder / "predictions"
-    check_place(place, overwrite)
-    finished = changed(opened(folder, weights, precision, bf16, fp16, task), settings)
+    check_output_folder(place, overwrite)
+    finished = change_inference_settings(load_finished_run(folder, weights, precision, bf16, fp16, task), settings)
     if finished.task.reads == "text":
-        from halfstep.cli._predict_text import SAMPLES, continue_texts
+        from halfstep.cli._predict_text import SAMPLES, generate_texts
 
-        texts = continue_texts(finished, images, prompt or (), place, samples=samples or SAMPLES, seed=seed)
+        texts = generate_texts(finished, images, prompt or (), place, samples=samples or SAMPLES, seed=seed)
         show_result(texts, texts.page(), json)
         return
     if prompt:
@@ -82,5 +93,5 @@ def run(
         count = samples or SAMPLES_DRAWN
         report: DrawnSamples | Predictions = draw_samples(finished, place, samples=count, columns=columns, seed=seed)
     else:
-        report = predict(finished, images, place)
+        report = predict_inputs(finished, images, place)
     show_result(report, report.page(), json)

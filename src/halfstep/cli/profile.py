@@ -6,8 +6,16 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import TAKES_SETTINGS, Json, OnDevice, RecipeOrCase, end, show_result, subject
-from halfstep.terminal import progress
+from halfstep.cli._options import (
+    TAKES_SETTINGS,
+    Json,
+    OnDevice,
+    RecipeOrCase,
+    exit_if_interrupted,
+    show_result,
+    subject,
+)
+from halfstep.terminal import display_progress
 
 GROUP = "Trouble"
 COMMAND = TAKES_SETTINGS
@@ -27,7 +35,7 @@ def run(
     examined = subject(recipe, context.args)
     from halfstep.measure.profile.profile import profile
 
-    with progress("profiling", "%") as on_progress:
+    with display_progress("profiling", "%") as on_progress:
         found = profile(examined, precision=precision, seconds=seconds, device=device, progress=on_progress)
     show_result(found, found.page(), json)
-    end(found.interrupted)
+    exit_if_interrupted(found.interrupted)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli._completion import recipes
-from halfstep.cli._options import Json, flag, print_json, show_result
-from halfstep.errors import FolderTaken, Unsafe, WrongUse, unknown_name
+from halfstep.cli._completion import complete_recipes
+from halfstep.cli._options import Json, create_flag_option, print_json, show_result
+from halfstep.errors import FolderTaken, Unsafe, WrongUse, build_unknown_name_error
 from halfstep.page import Block, Code, Page, Paragraph
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 
 if TYPE_CHECKING:
-    from halfstep.recipe.explain import SettingRow, Shipped
+    from halfstep.recipe.explain import SettingRow, ShippedRecipe
     from halfstep.recipe.sources import RawRecipe
 
 GROUP = "Run"
@@ -27,7 +27,7 @@ def run(
     action: Annotated[str, typer.Argument(help="list, explain, copy or schema.", metavar="ACTION")] = "list",
     recipe: Annotated[
         str | None,
-        typer.Argument(metavar="RECIPE", help="A name from the list, or a path.", autocompletion=recipes),
+        typer.Argument(metavar="RECIPE", help="A name from the list, or a path.", autocompletion=complete_recipes),
     ] = None,
     more: Annotated[
         str | None,
@@ -38,7 +38,7 @@ def run(
         ),
     ] = None,
     script: Annotated[
-        bool, flag("--script", "copy: the example script of this name instead, such as unet or own_loop.")
+        bool, create_flag_option("--script", "copy: the example script of this name instead, such as unet or own_loop.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -47,87 +47,89 @@ def run(
         raise WrongUse(f"{action} --script", allowed="copy --script NAME", do="halfstep recipes copy --script unet")
     # `halfstep recipes unet` is short for `explain unet`.
     if action not in ACTIONS:
-        action, recipe, more = "explain", _recipe_or_action(action), recipe
+        action, recipe, more = "explain", _resolve_recipe_word(action), recipe
     if action == "list":
-        from halfstep.recipe.explain_page import shipped_table
+        from halfstep.recipe.explain_page import build_recipes_table
 
-        found = shipped_recipes()
+        found = list_shipped_recipes()
         words = Paragraph(
             "halfstep train NAME runs one; halfstep recipes NAME shows its settings.", gap=True, wrap=False
         )
-        show_result({"recipes": found}, Page("recipes", (shipped_table(found), words)), json)
+        show_result({"recipes": found}, Page("recipes", (build_recipes_table(found), words)), json)
     elif action == "schema":
-        from halfstep.recipe.explain import editor_schema
-        from halfstep.runs.registry import task_schemas
+        from halfstep.recipe.explain import build_editor_schema
+        from halfstep.runs.registry import build_task_schemas
 
-        print_json(editor_schema(task_schemas()))
+        print_json(build_editor_schema(build_task_schemas()))
     elif script:
         _copy_script(recipe, more, json)
     elif action == "copy":
-        _copy(_missing_argument(recipe, action), more, json)
+        _copy_recipe(_check_recipe_given(recipe, action), more, json)
     else:
-        _explain(_missing_argument(recipe, action), more, json)
+        _explain_recipe(_check_recipe_given(recipe, action), more, json)
 
 
-def _recipe_or_action(word: str) -> str:
+def _resolve_recipe_word(word: str) -> str:
     """Return the word as a recipe; a misspelled action is reported as such, not as an unknown recipe."""
-    from halfstep.recipe.fields import nearest
-    from halfstep.recipe.sources import is_path, recipe_names
+    from halfstep.recipe.fields import find_nearest_word
+    from halfstep.recipe.sources import is_recipe_path, list_recipe_names
 
     # `halfstep recipes explian` is a misspelled action, not a missing recipe.
-    if not is_path(word) and nearest(word, [*recipe_names(), *ACTIONS]) in ACTIONS:
-        raise unknown_name("action", word, ACTIONS)
+    if not is_recipe_path(word) and find_nearest_word(word, [*list_recipe_names(), *ACTIONS]) in ACTIONS:
+        raise build_unknown_name_error("action", word, ACTIONS)
     return word
 
 
-def shipped_recipes() -> list[Shipped]:
+def list_shipped_recipes() -> list[ShippedRecipe]:
     """Return the recipes that ship with halfstep, with their own descriptions."""
-    from halfstep.recipe.explain import Shipped
-    from halfstep.recipe.sources import read_recipe, recipe_names
+    from halfstep.recipe.explain import ShippedRecipe
+    from halfstep.recipe.sources import list_recipe_names, read_recipe
 
-    raw = {name: read_recipe(name).raw for name in recipe_names()}
-    return [Shipped(name, str(content.get("task")), str(content.get("about", ""))) for name, content in raw.items()]
+    raw = {name: read_recipe(name).raw for name in list_recipe_names()}
+    return [
+        ShippedRecipe(name, str(content.get("task")), str(content.get("about", ""))) for name, content in raw.items()
+    ]
 
 
-def _copy(recipe: str, to: str | None, json: bool) -> None:
-    from halfstep.recipe.sources import recipe_text
+def _copy_recipe(recipe: str, to: str | None, json: bool) -> None:
+    from halfstep.recipe.sources import read_recipe_text
 
-    label, text = recipe_text(recipe)
-    target = _target_path(to, f"{label}.yaml")
-    _write_new(target, text, f"halfstep recipes copy {recipe} OTHER.yaml")
+    label, text = read_recipe_text(recipe)
+    target = _resolve_target_path(to, f"{label}.yaml")
+    _write_new_file(target, text, f"halfstep recipes copy {recipe} OTHER.yaml")
     _show_copied(target, f"halfstep train {shlex.quote(str(target) if '/' in str(target) else f'./{target}')}", json)
 
 
 def _copy_script(name: str | None, to: str | None, json: bool) -> None:
-    from halfstep.recipe.scripts import script_names, script_text
+    from halfstep.recipe.scripts import list_script_names, read_script
 
-    names = ", ".join(script_names())
+    names = ", ".join(list_script_names())
     if name is None:
         raise WrongUse("copy which script?", allowed=names, do="halfstep recipes copy --script unet")
-    file, text = script_text(name)
-    target = _target_path(to, file)
+    file, text = read_script(name)
+    target = _resolve_target_path(to, file)
     if not target.resolve().is_relative_to(Path.cwd().resolve()):
         raise Unsafe(
             f"{target} is outside of this folder",
             allowed="a file in this folder, or in one below it",
             do=f"go to the folder first, then: halfstep recipes copy --script {name}",
         )
-    _write_new(target, text, f"halfstep recipes copy --script {name} OTHER.py")
+    _write_new_file(target, text, f"halfstep recipes copy --script {name} OTHER.py")
     _show_copied(target, f"python {shlex.quote(str(target))}", json)
 
 
 def _show_copied(target: Path, following: str, json: bool) -> None:
-    words = Paragraph(f"wrote {in_line(target)}\nedit it, then: {following}", wrap=False)
+    words = Paragraph(f"wrote {escape_to_one_line(target)}\nedit it, then: {following}", wrap=False)
     show_result({"copied": target}, Page("copied", (words,)), json)
 
 
-def _target_path(to: str | None, name: str) -> Path:
+def _resolve_target_path(to: str | None, name: str) -> Path:
     """Return the path to write: under this name in a folder, or here where none is given."""
     target = Path(to or name)
     return target / name if target.is_dir() else target
 
 
-def _write_new(target: Path, text: str, do: str) -> None:
+def _write_new_file(target: Path, text: str, do: str) -> None:
     """Write a file that is not there yet; raise `FolderTaken` otherwise."""
     try:
         # "x" fails where the file exists, without a race between check and write.
@@ -138,48 +140,48 @@ def _write_new(target: Path, text: str, do: str) -> None:
         raise FolderTaken(f"{target} {reason}", allowed="a new file", do=do) from None
 
 
-def _explain(recipe: str, setting: str | None, json: bool) -> None:
-    from halfstep.recipe.explain import rows
-    from halfstep.recipe.explain_page import describe_setting, settings_table, values_in
+def _explain_recipe(recipe: str, setting: str | None, json: bool) -> None:
+    from halfstep.recipe.explain import list_setting_rows
+    from halfstep.recipe.explain_page import build_settings_table, describe_setting, format_recipe_values
     from halfstep.recipe.sources import read_recipe
-    from halfstep.runs.registry import task_schemas
+    from halfstep.runs.registry import build_task_schemas
 
-    found, schemas = read_recipe(recipe), task_schemas()
+    found, schemas = read_recipe(recipe), build_task_schemas()
     if setting is not None and found.raw.get("sizing") == "auto" and os.path.isdir(os.path.expanduser(setting)):
         _show_sizing(found, setting, json)
         return
     task = str(found.raw.get("task"))
     if task not in schemas:
-        raise unknown_name("task", task, schemas)
-    chosen = [row for row in rows(schemas[task]) if setting is None or _is_meant(row, setting)]
-    if not chosen and setting is not None and _is_data(setting):
-        _show_order(found, setting, json)
+        raise build_unknown_name_error("task", task, schemas)
+    chosen = [row for row in list_setting_rows(schemas[task]) if setting is None or _is_named_setting(row, setting)]
+    if not chosen and setting is not None and _is_data_place(setting):
+        _show_shard_order(found, setting, json)
         return
     if not chosen:
-        raise unknown_name("setting", setting, [row.key for row in rows(schemas[task])])
+        raise build_unknown_name_error("setting", setting, [row.key for row in list_setting_rows(schemas[task])])
     blocks: list[Block] = [block for row in chosen for block in describe_setting(row)]
     if setting is None:
         words = "Settings, their defaults, and their values in this recipe:\n"
         blocks = [Code(found.text.rstrip(), "yaml"), Paragraph(words, gap=True)]
-        blocks.append(settings_table(chosen, values_in(found)))
+        blocks.append(build_settings_table(chosen, format_recipe_values(found)))
     report = {"recipe": found.label, "task": task, "settings": chosen}
     show_result(report, Page(f"recipe {found.label}", tuple(blocks)), json)
 
 
 def _show_sizing(found: RawRecipe, folder: str, json: bool) -> None:
     """Show what a recipe chooses for a data set on this machine, and why."""
-    from halfstep.recipe.explain_page import sizing_table
-    from halfstep.runs.resolve import resolved_recipe
+    from halfstep.recipe.explain_page import build_sizing_table
+    from halfstep.runs.resolve import resolve_run_recipe
 
-    chosen = resolved_recipe(found, {"data.path": folder}).sizing
+    chosen = resolve_run_recipe(found, {"data.path": folder}).sizing
     place = shlex.quote(folder)
     first = f"{found.label} chooses for {place} on this machine, unless settings are given:\n"
     last = Paragraph(f"run it: halfstep train {found.label} --data_dir {place}", gap=True, wrap=False)
-    page = Page(f"recipe {found.label}", (Paragraph(first, wrap=False), sizing_table(chosen), last))
+    page = Page(f"recipe {found.label}", (Paragraph(first, wrap=False), build_sizing_table(chosen), last))
     show_result({"recipe": found.label, "folder": folder, "sizing": chosen}, page, json)
 
 
-def _show_order(found: RawRecipe, folder: str, json: bool) -> None:
+def _show_shard_order(found: RawRecipe, folder: str, json: bool) -> None:
     """Show in which order a recipe would read a folder of shards: its window, what it reads, how well it mixes."""
     from halfstep.runs.explain_order import explain_order
 
@@ -188,18 +190,18 @@ def _show_order(found: RawRecipe, folder: str, json: bool) -> None:
     show_result({"recipe": found.label, "folder": folder, "order": facts}, page, json)
 
 
-def _is_data(word: str) -> bool:
-    from halfstep.data.layout import is_address
-    from halfstep.data.shard_patterns import is_pattern
+def _is_data_place(word: str) -> bool:
+    from halfstep.data.layout import is_store_address
+    from halfstep.data.shard_patterns import is_shard_pattern
 
-    return is_address(word) or is_pattern(word) or os.path.exists(os.path.expanduser(word))
+    return is_store_address(word) or is_shard_pattern(word) or os.path.exists(os.path.expanduser(word))
 
 
-def _is_meant(row: SettingRow, word: str) -> bool:
+def _is_named_setting(row: SettingRow, word: str) -> bool:
     return word in (row.key, row.key.partition(".")[0], *(name.lstrip("-") for name in row.flags))
 
 
-def _missing_argument(recipe: str | None, action: str) -> str:
+def _check_recipe_given(recipe: str | None, action: str) -> str:
     if recipe is None:
         raise WrongUse(
             f"{action} which recipe?",

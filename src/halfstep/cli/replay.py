@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._completion import run_folders
-from halfstep.cli._options import Json, OwnTask, end, flag, print_json
-from halfstep.json_data import json_data
+from halfstep.cli._completion import complete_run_folders
+from halfstep.cli._options import Json, OwnTask, create_flag_option, exit_if_interrupted, print_json
+from halfstep.json_data import convert_to_json_data
 
 GROUP = "Trouble"
 
@@ -20,14 +20,14 @@ def run(
         typer.Argument(
             metavar="RUN",
             help="A run's folder, or one failed step of it: RUN/failed_steps/step-00000123.0001.",
-            autocompletion=run_folders,
+            autocompletion=complete_run_folders,
         ),
     ],
     attempt: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Which failed step. Default: the newest.")
     ] = None,
     precision: Annotated[str | None, typer.Option(help="The precision of the replay. Default: the step's.")] = None,
-    list: Annotated[bool, flag("--list", "List the recorded failed steps, and run nothing.")] = False,
+    list: Annotated[bool, create_flag_option("--list", "List the recorded failed steps, and run nothing.")] = False,
     task: OwnTask = None,
     json: Json = False,
 ) -> None:
@@ -37,15 +37,15 @@ def run(
 
     listing = failed_steps(folder)
     if list or not listing.failed_steps:
-        _print_json(listing) if json else show_page(listing.page())
+        _print_strict_json(listing) if json else show_page(listing.page())
         return
     report = replay(folder, attempt=attempt, precision=precision, task=task)
-    _print_json(report) if json else show_page(report.page())
-    end(report.interrupted)
+    _print_strict_json(report) if json else show_page(report.page())
+    exit_if_interrupted(report.interrupted)
 
 
-def _print_json(report: object) -> None:
+def _print_strict_json(report: object) -> None:
     """Print a report as JSON; non-finite numbers become words, as in the journal."""
-    from halfstep.journal.jsonl import in_strict_json
+    from halfstep.journal.jsonl import convert_to_strict_json
 
-    print_json(in_strict_json(json_data(report)))
+    print_json(convert_to_strict_json(convert_to_json_data(report)))

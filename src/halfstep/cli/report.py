@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli._completion import run_folders
-from halfstep.cli._options import Json, flag, print_json
+from halfstep.cli._completion import complete_run_folders
+from halfstep.cli._options import Json, create_flag_option, print_json
 from halfstep.errors import INTERRUPTED, HalfstepError
-from halfstep.terminal import say, screen
+from halfstep.terminal import create_console, print_plain_text
 
 if TYPE_CHECKING:
     from halfstep.report.written import WrittenReport
@@ -31,7 +31,7 @@ def run(
         typer.Argument(
             metavar="RUN|BENCH|PLAN...",
             help="Folders of runs and benches, and files of `halfstep plan --json`; several runs are compared.",
-            autocompletion=run_folders,
+            autocompletion=complete_run_folders,
         ),
     ],
     format: Annotated[str, typer.Option(help="html: one file with everything in it; md: for a pull request.")] = "html",
@@ -39,9 +39,12 @@ def run(
         Path | None,
         typer.Option(help="The file to write. Default: report.html in the given folder.", metavar="FILE"),
     ] = None,
-    watch: Annotated[bool, flag("--watch", "Rewrite it every minute until the runs have ended.")] = False,
+    watch: Annotated[bool, create_flag_option("--watch", "Rewrite it every minute until the runs have ended.")] = False,
     examine: Annotated[
-        bool, flag("--examine", "Rebuild the runs' models: formats, headroom, memory and risks, saved with the runs.")
+        bool,
+        create_flag_option(
+            "--examine", "Rebuild the runs' models: formats, headroom, memory and risks, saved with the runs."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
@@ -50,15 +53,15 @@ def run(
 
     write = partial(report, *paths, output=output, format=format, refresh=EVERY if watch else None)
     written = write(examine=examine)
-    _tell(written, json)
+    _print_written_report(written, json)
     if watch:
         try:
-            _watch(written, write, json)
+            _rewrite_while_running(written, write, json)
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 
 
-def _watch(written: WrittenReport, write: Callable[[], WrittenReport], json: bool) -> None:
+def _rewrite_while_running(written: WrittenReport, write: Callable[[], WrittenReport], json: bool) -> None:
     """Write the page every minute while a run continues.
 
     What cannot be read or written for some minutes, such as a disk that is away, ends nothing.
@@ -68,22 +71,22 @@ def _watch(written: WrittenReport, write: Callable[[], WrittenReport], json: boo
         time.sleep(EVERY)
         try:
             written, failures = write(), 0
-            _tell(written, json)
+            _print_written_report(written, json)
         except HalfstepError as error:
             failures += 1
             if failures == MOST_FAILURES:
                 raise
-            screen(stderr=True).print(f"{error.given}; trying again in {EVERY} s", soft_wrap=True)
+            create_console(stderr=True).print(f"{error.given}; trying again in {EVERY} s", soft_wrap=True)
 
 
-def _tell(written: WrittenReport, json: bool) -> None:
+def _print_written_report(written: WrittenReport, json: bool) -> None:
     """Print the verdicts, and last the file with its size."""
     if json:
         print_json(written)
         return
     for about in [written.comparison] if written.comparison else written.reports:
-        say(about.verdict)
+        print_plain_text(about.verdict)
     for run in written.runs:
         if not run.is_over:
-            say(f"{run.folder} is running; --watch rewrites this page every minute")
-    say(f"{written.file} ({written.bytes / 1000:,.0f} kB)")
+            print_plain_text(f"{run.folder} is running; --watch rewrites this page every minute")
+    print_plain_text(f"{written.file} ({written.bytes / 1000:,.0f} kB)")

@@ -11,17 +11,17 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli._options import HalfstepCommand, OnDevice, end, flag, print_json
-from halfstep.errors import SOFTWARE, FolderTaken, WrongUse, unknown_name
-from halfstep.files import storing
-from halfstep.launch_variables import launched_rank
-from halfstep.status_line import show as show_line
+from halfstep.cli._options import HalfstepCommand, OnDevice, create_flag_option, exit_if_interrupted, print_json
+from halfstep.errors import SOFTWARE, FolderTaken, WrongUse, build_unknown_name_error
+from halfstep.files import replace_storage_errors
+from halfstep.launch_variables import read_launched_rank
+from halfstep.status_line import show_on_terminal as show_line
 
 GROUP = "Files"
 _STDOUT = "-"
 
 
-class _MayLackFile(HalfstepCommand):
+class _OptionalFileCommand(HalfstepCommand):
     """A command whose `--json` may stand without a file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -33,7 +33,7 @@ class _MayLackFile(HalfstepCommand):
         return super().parse_args(ctx, words)
 
 
-COMMAND = {"cls": _MayLackFile}
+COMMAND = {"cls": _OptionalFileCommand}
 
 
 def run(
@@ -45,7 +45,7 @@ def run(
         str | None,
         typer.Option(metavar="[FILE]", help="Write the result to FILE as JSON; without FILE, print it."),
     ] = None,
-    list: Annotated[bool, flag("--list", "List the parts, and run nothing.")] = False,
+    list: Annotated[bool, create_flag_option("--list", "List the parts, and run nothing.")] = False,
 ) -> None:
     """Test halfstep's guarantees on this device in a few minutes; print a table, write a JSON file for bug reports.
 
@@ -57,27 +57,27 @@ def run(
     from halfstep.selftest.names import PARTS
 
     if list:
-        show_page(page.list_page())
+        show_page(page.build_list_page())
         return
     _refuse_ranks()
     for name in only or ():
         if name not in PARTS:
-            raise unknown_name("part", name, PARTS)
+            raise build_unknown_name_error("part", name, PARTS)
     names = [name for name in PARTS if not only or name in only]
-    file = _file(json)
+    file = _resolve_json_file(json)
     from halfstep.selftest.run import selftest
 
-    with _signals_as_ctrl_c():
+    with _interrupt_on_signals():
         report = selftest(names, device=device, on_part=_show_part)
     if json == _STDOUT:
         print_json(report)
     else:
-        show_page(page.parts_page(report))
+        show_page(page.build_results_page(report))
     if file is not None:
-        _write(file, report)
+        _write_selftest_json(file, report)
     if json != _STDOUT:
-        show_page(page.end_page(report, file))
-    end(bool(report.get("interrupted")))
+        show_page(page.build_end_page(report, file))
+    exit_if_interrupted(bool(report.get("interrupted")))
     if not report["passed"]:
         raise typer.Exit(SOFTWARE)
 
@@ -87,7 +87,7 @@ def _show_part(name: str, number: int, of: int) -> None:
 
 
 def _refuse_ranks() -> None:
-    if launched_rank().world_size > 1:
+    if read_launched_rank().world_size > 1:
         raise WrongUse(
             "halfstep selftest as one of several ranks",
             allowed="one process: it starts torchrun by itself",
@@ -95,7 +95,7 @@ def _refuse_ranks() -> None:
         )
 
 
-def _file(given: str | None) -> Path | None:
+def _resolve_json_file(given: str | None) -> Path | None:
     """Return the file to write; fail before anything runs where it cannot be written."""
     if given is None or given == _STDOUT:
         return None
@@ -104,7 +104,7 @@ def _file(given: str | None) -> Path | None:
         raise WrongUse(f"--json {given}", allowed="a name that ends in .json", do=f"--json {given}.json")
     if file.is_dir() or file.is_symlink():
         raise FolderTaken(f"{given} is a {'folder' if file.is_dir() else 'link'}", allowed="a file", do="another name")
-    with storing(
+    with replace_storage_errors(
         f"{given} cannot be written", allowed="a folder that this user can write to", do="another --json FILE"
     ):
         draft = file.with_name(f".{file.name}.draft")
@@ -113,15 +113,17 @@ def _file(given: str | None) -> Path | None:
     return file
 
 
-def _write(file: Path, report: dict[str, Any]) -> None:
+def _write_selftest_json(file: Path, report: dict[str, Any]) -> None:
     from halfstep.files import write_json
 
-    with storing(f"{file} cannot be written", allowed="a folder that this user can write to", do="another --json FILE"):
+    with replace_storage_errors(
+        f"{file} cannot be written", allowed="a folder that this user can write to", do="another --json FILE"
+    ):
         write_json(file, report)
 
 
 @contextmanager
-def _signals_as_ctrl_c() -> Iterator[None]:
+def _interrupt_on_signals() -> Iterator[None]:
     """Take SIGTERM and SIGHUP as Ctrl-C, so that processes and folders go with the command."""
     signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {number: signal.signal(number, signal.default_int_handler) for number in signals}

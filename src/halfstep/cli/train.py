@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli._completion import recipes
-from halfstep.cli._options import TAKES_SETTINGS, TakesSettings, flag, print_json
+from halfstep.cli._completion import complete_recipes
+from halfstep.cli._options import TAKES_SETTINGS, SettingsCommand, create_flag_option, print_json
 from halfstep.errors import Diverged, NotBegun, OutOfMemory, Stopped, WrongUse
-from halfstep.host_memory import keep_freed_memory, nothing_collected
-from halfstep.status_line import Now, waiting
-from halfstep.terminal import say
-from halfstep.train.signals import Stopping, end_process
+from halfstep.host_memory import keep_freed_memory, pause_gc
+from halfstep.status_line import Now, create_status_reporter
+from halfstep.terminal import print_plain_text
+from halfstep.train.signals import StopSignalHandler, end_process
 
 if TYPE_CHECKING:
-    from halfstep.recipe.resolve import Resolved
+    from halfstep.recipe.resolve import ResolvedRecipe
     from halfstep.train.run import Run
 
 GROUP = "Run"
-COMMAND = {"cls": TakesSettings, **TAKES_SETTINGS}
+COMMAND = {"cls": SettingsCommand, **TAKES_SETTINGS}
 """typer's arguments for the command, where they differ from the default."""
 
 
@@ -31,24 +31,31 @@ def run(
     context: typer.Context,
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE", help="A name from `halfstep recipes`, or a path.", autocompletion=recipes),
+        typer.Argument(
+            metavar="RECIPE", help="A name from `halfstep recipes`, or a path.", autocompletion=complete_recipes
+        ),
     ],
-    new: Annotated[bool, flag("--new", "Start a new run in a numbered folder if the run's folder exists.")] = False,
+    new: Annotated[
+        bool, create_flag_option("--new", "Start a new run in a numbered folder if the run's folder exists.")
+    ] = False,
     task: Annotated[Path | None, typer.Option(help="A Python file with your own task.", metavar="FILE")] = None,
     accept_data_change: Annotated[
-        bool, flag("--accept-data-change", "Continue an unfinished run even if its data has changed.")
+        bool, create_flag_option("--accept-data-change", "Continue an unfinished run even if its data has changed.")
     ] = False,
     accept_recipe_change: Annotated[
-        bool, flag("--accept-recipe-change", "Continue an unfinished run with a different recipe.")
+        bool, create_flag_option("--accept-recipe-change", "Continue an unfinished run with a different recipe.")
     ] = False,
     extend: Annotated[
-        bool, flag("--extend", "Continue a finished run to a new total of --epochs or --steps, at its final lr.")
+        bool,
+        create_flag_option(
+            "--extend", "Continue a finished run to a new total of --epochs or --steps, at its final lr."
+        ),
     ] = False,
     rewarm: Annotated[
-        bool, flag("--rewarm", "With --extend: a new warm-up and decay of the lr over the added steps.")
+        bool, create_flag_option("--rewarm", "With --extend: a new warm-up and decay of the lr over the added steps.")
     ] = False,
-    show: Annotated[bool, flag("--show", "Print the resolved recipe without training.")] = False,
-    json: Annotated[bool, flag("--json", "Print the result as one JSON object at the end.")] = False,
+    show: Annotated[bool, create_flag_option("--show", "Print the resolved recipe without training.")] = False,
+    json: Annotated[bool, create_flag_option("--json", "Print the result as one JSON object at the end.")] = False,
 ) -> None:
     """Train a recipe. Override its settings after the name: train.batch_size=4, --batch_size 4 or --bf16.
 
@@ -57,26 +64,26 @@ def run(
     """
     if recipe.startswith("-"):
         raise WrongUse(
-            f"{recipe} instead of RECIPE", allowed="RECIPE first", do=_put_recipe_first([recipe, *context.args])
+            f"{recipe} instead of RECIPE", allowed="RECIPE first", do=_suggest_recipe_first([recipe, *context.args])
         )
-    now = waiting(f"halfstep train {recipe}")
+    now = create_status_reporter(f"halfstep train {recipe}")
     now("reading the recipe")
-    from halfstep.runs.resolve import accepted_changes, refuse_early
+    from halfstep.runs.resolve import list_accepted_changes, refuse_early
 
-    accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
-    resolved, own, notes = _resolve(recipe, task, context.args, now)
+    accepted = list_accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
+    resolved, own, notes = _resolve_recipe_and_task(recipe, task, context.args, now)
     if show:
-        from halfstep.recipe.strict_yaml import to_yaml
+        from halfstep.recipe.strict_yaml import dump_recipe_yaml
 
         now("")
-        say(to_yaml(resolved.recipe).rstrip("\n"))
+        print_plain_text(dump_recipe_yaml(resolved.recipe).rstrip("\n"))
         return
     # A user's task may need other packages and data than ours, so only our tasks are checked early.
     if own is None:
         refuse_early(resolved, new=new, accepted=accepted)
     now("loading torch")
     # Loading torch takes seconds; a signal during that time must not be lost.
-    with Stopping(end_process) as stopping:
+    with StopSignalHandler(end_process) as stopping:
         options = {"task": own, "new": new, "quiet": json, "notes": notes, "accepted": accepted, "now": now}
         try:
             result = _launch_run(resolved, stopping, options)
@@ -85,7 +92,7 @@ def run(
                 raise
             raise typer.Exit(ended.exit_code) from None  # the journal has printed it already
         except OutOfMemory as failed:
-            from halfstep.cli._out_of_memory import show as show_memory
+            from halfstep.cli._out_of_memory import report_out_of_memory as show_memory
 
             show_memory(failed, recipe, context.args)
             raise typer.Exit(failed.exit_code) from None
@@ -98,7 +105,7 @@ def run(
 _CONFIG = ("--config", "--cfg", "--config-file", "--config_file")
 
 
-def _put_recipe_first(words: list[str]) -> str:
+def _suggest_recipe_first(words: list[str]) -> str:
     """Return the command with RECIPE first; other projects give a file as `--config FILE`."""
     flag, equals, value = words[0].partition("=")
     if flag in _CONFIG and (equals or len(words) > 1):
@@ -107,26 +114,28 @@ def _put_recipe_first(words: list[str]) -> str:
     return f"halfstep train RECIPE {words[0]}"
 
 
-def _resolve(recipe: str, task: Path | None, words: list[str], now: Now) -> tuple[Resolved, Any, list[str]]:
+def _resolve_recipe_and_task(
+    recipe: str, task: Path | None, words: list[str], now: Now
+) -> tuple[ResolvedRecipe, Any, list[str]]:
     """Return the complete recipe, the user's own task if any, and notes about it."""
     from halfstep.recipe.sources import read_recipe
-    from halfstep.runs.registry import task_from_file
-    from halfstep.runs.resolve import resolved_recipe
+    from halfstep.runs.registry import load_task_file
+    from halfstep.runs.resolve import resolve_run_recipe
 
     found = read_recipe(recipe)
     if task is None:
-        return resolved_recipe(found, words), None, []
+        return resolve_run_recipe(found, words), None, []
     now(f"loading {task}")
-    with nothing_collected():
-        own, digest = task_from_file(task)
+    with pause_gc():
+        own, digest = load_task_file(task)
     notes = [f"task {own.__name__} from {task} (sha256 {digest})"]
-    return resolved_recipe(found, words, schema=own.schema), own, notes
+    return resolve_run_recipe(found, words, schema=own.schema), own, notes
 
 
-def _launch_run(resolved: Resolved, stopping: Stopping, options: dict[str, Any]) -> Run:
-    with nothing_collected():
+def _launch_run(resolved: ResolvedRecipe, stopping: StopSignalHandler, options: dict[str, Any]) -> Run:
+    with pause_gc():
         from halfstep.runs.fit import launch
-        from halfstep.train.watchdog import end_hung
+        from halfstep.train.watchdog import end_hung_process
 
     # A signal that came while torch was loading.
     stopping.leave_unbegun()
@@ -137,4 +146,4 @@ def _launch_run(resolved: Resolved, stopping: Stopping, options: dict[str, Any])
         # first large allocation.
         keep_freed_memory()
     command = shlex.join(["halfstep", *sys.argv[1:]])  # as typed, for typing it again
-    return launch(resolved, command=command, on_hang=end_hung, **options)
+    return launch(resolved, command=command, on_hang=end_hung_process, **options)

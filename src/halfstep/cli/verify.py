@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli._options import OwnTask, RunFolder, flag, show_result
+from halfstep.cli._options import OwnTask, RunFolder, create_flag_option, show_result
 from halfstep.errors import WrongUse
 
 GROUP = "Files"
@@ -15,14 +15,18 @@ STEPS = 3
 
 def run(
     folder: RunFolder,
-    resume: Annotated[bool, flag("--resume", "Also prove that a resume is exact, in a temporary folder.")] = False,
+    resume: Annotated[
+        bool, create_flag_option("--resume", "Also prove that a resume is exact, in a temporary folder.")
+    ] = False,
     steps: Annotated[
         int | None,
         typer.Option(min=1, metavar="K", help=f"With --resume: compare K + K steps with 2 K; {STEPS} by default."),
     ] = None,
-    data: Annotated[bool, flag("--data", "Also read all data of the run, and compare it with its index.")] = False,
+    data: Annotated[
+        bool, create_flag_option("--data", "Also read all data of the run, and compare it with its index.")
+    ] = False,
     task: OwnTask = None,
-    json: Annotated[bool, flag("--json", "Print one JSON object.")] = False,
+    json: Annotated[bool, create_flag_option("--json", "Print one JSON object.")] = False,
 ) -> None:
     """Check every byte of a run's checkpoints. Read-only; safe while the run is training."""
     if not resume and (steps is not None or (task is not None and not data)):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep.data.dataset import Source, number_in_index, seal_of
+from halfstep.data.dataset import Source, find_seal, resolve_index_number
 from halfstep.data.order import FEW, RANDPERM, WELL_MIXED, SavedOrder, WindowOrder
 from halfstep.data.shards import Shards
 from halfstep.errors import BadRecipe
-from halfstep.numbers import several, size
+from halfstep.numbers import format_bytes, format_counted_noun
 
 Window = int | Literal["auto", "all"] | None
 CLASSES = 1000
@@ -20,7 +20,7 @@ _CHUNKS, _SAMPLES = 64, 1024
 
 def choose_order(source: Source, window: Window, batch: int, nodes: int = 1, ranks: int = 1) -> SavedOrder:
     """Return the order of a new run, with `batch` samples per step; raise BadRecipe for a window without an index."""
-    seal = seal_of(source)
+    seal = find_seal(source)
     if seal is None:
         if window not in (None, "all"):
             raise BadRecipe(
@@ -64,31 +64,33 @@ class OrderFacts:
         mixed = f"z {self.mixing:.1f} of a step's classes in a set sorted by {CLASSES:,} classes (0 is perfect)"
         if self.order.name != "windows":
             return f"order: the whole set, sample by sample; {reads}; {mixed}"
-        each = f"of {several(self.order.chunk, 'sample')}"
-        chunks = f"{several(self.open_chunks, 'chunk')} {each} open at once, {size(self.open_bytes)}"
+        each = f"of {format_counted_noun(self.order.chunk, 'sample')}"
+        chunks = (
+            f"{format_counted_noun(self.open_chunks, 'chunk')} {each} open at once, {format_bytes(self.open_bytes)}"
+        )
         return f"order: {chunks}; {reads}; {mixed}"
 
 
-def order_facts(order: SavedOrder, source: Source, shards: Shards, batch: int) -> OrderFacts:
+def measure_order(order: SavedOrder, source: Source, shards: Shards, batch: int) -> OrderFacts:
     """Return what an order reads, measured over some chunks, and how well it mixes."""
     if order.name != "windows":
         numbers = range(0, len(source), max(1, len(source) // _SAMPLES))
-        ratio = _read_ratio(source, shards, [range(number, number + 1) for number in numbers])
+        ratio = _measure_read_ratio(source, shards, [range(number, number + 1) for number in numbers])
         return OrderFacts(order, len(source), 0, ratio, 0.0)
     made, chunk = WindowOrder(len(source), 0, batch, order.chunk, order.window), order.chunk
     chunks = len(source) // chunk
     some = range(0, chunks, max(1, chunks // _CHUNKS))
-    ratio = _read_ratio(source, shards, [range(one * chunk, (one + 1) * chunk) for one in some])
+    ratio = _measure_read_ratio(source, shards, [range(one * chunk, (one + 1) * chunk) for one in some])
     # Chunks at the ends of lanes belong to two of them.
     ratio *= 1 + (made.lanes - 1) / max(1, chunks)
     opened = min(chunks, made.open * made.lanes)
     return OrderFacts(order, opened, opened * chunk * shards.bytes_per_sample, ratio, made.mixing(CLASSES))
 
 
-def _read_ratio(source: Source, shards: Shards, chunks: list[range]) -> float:
+def _measure_read_ratio(source: Source, shards: Shards, chunks: list[range]) -> float:
     read = used = 0
     for chunk in chunks:
-        numbers = [number_in_index(source, number) for number in chunk]
+        numbers = [resolve_index_number(source, number) for number in chunk]
         read += sum(part for parts in shards.parts_of(numbers).values() for _, part in parts)
         used += sum(shards.bytes_of(number) for number in numbers)
     return read / max(1, used)

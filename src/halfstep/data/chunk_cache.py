@@ -35,7 +35,7 @@ class ChunkCache:
             return None
         except OSError as error:
             raise self.failed(error.strerror or type(error).__name__) from None
-        _lock(handle, exclusive=False)
+        _lock_handle(handle, exclusive=False)
         return handle
 
     def touch(self, name: str) -> bool:
@@ -113,7 +113,7 @@ class ChunkCache:
         # Never removed: with a second file of this name, two processes could write at once.
         handle = os.open(self.folder / f"size{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            _lock(handle, exclusive=True)
+            _lock_handle(handle, exclusive=True)
             yield handle
         finally:
             os.close(handle)
@@ -127,7 +127,7 @@ class ChunkCache:
         )
 
 
-def _lock(handle: int, *, exclusive: bool, wait: bool = True) -> bool:
+def _lock_handle(handle: int, *, exclusive: bool, wait: bool = True) -> bool:
     with suppress(ImportError, OSError):  # Windows, and file systems without locks
         import fcntl
 
@@ -143,7 +143,7 @@ def _remove_unless_open(path: Path) -> bool:
     with suppress(FileNotFoundError):
         handle = os.open(path, os.O_RDONLY)
         try:
-            if not _lock(handle, exclusive=True, wait=False):
+            if not _lock_handle(handle, exclusive=True, wait=False):
                 return False
             path.unlink()
             path.with_suffix(LOCK).unlink(missing_ok=True)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from halfstep.data.layout import FEW, Rule, held_out_by_place, places_of
+from halfstep.data.layout import FEW, Rule, compute_split_positions, select_validation_by_position
 from halfstep.errors import BadData, HalfstepError
 from halfstep.errors import BadSample as BadSample
-from halfstep.numbers import several
+from halfstep.numbers import format_counted_noun
 
 if TYPE_CHECKING:
     from halfstep.data.shards import Shards
@@ -64,7 +64,7 @@ Files = Iterable[tuple[str, str | Path]]
 """Files with names that do not change when the whole set is moved."""
 
 
-def files_of(source: Source, index: int) -> Files:
+def list_sample_files(source: Source, index: int) -> Files:
     """Return the files of a sample; none if the source does not name them."""
     # isinstance with a protocol takes 20 µs, and there may be a million samples.
     say: Callable[[int], Files] | None = getattr(source, "files_of", None)
@@ -77,16 +77,16 @@ def every_file(source: Source) -> Files:
     if say is not None:
         return say()
     # There may be a billion samples that are drawn.
-    numbers = range(len(source)) if names_files(source) else ()
-    return (file for number in numbers for file in files_of(source, number))
+    numbers = range(len(source)) if has_sample_files(source) else ()
+    return (file for number in numbers for file in list_sample_files(source, number))
 
 
-def names_files(source: Source) -> bool:
+def has_sample_files(source: Source) -> bool:
     """Return whether a source names the files of its samples; it does so for all of them, or for none."""
-    return len(source) > 0 and any(True for _ in files_of(source, 0))
+    return len(source) > 0 and any(True for _ in list_sample_files(source, 0))
 
 
-def notices_changes(source: object) -> bool:
+def can_detect_changes(source: object) -> bool:
     """Return whether a source needs no record of its files, by which their changes would be noticed."""
     return bool(getattr(source, "notices_changes", False))
 
@@ -100,32 +100,32 @@ class Seal(NamedTuple):
     """Digits that stand for which of them, and in which order; empty for all."""
 
 
-def seal_of(source: Source) -> Seal | None:
+def find_seal(source: Source) -> Seal | None:
     """Return the seal of a source; None if it has no index."""
     seal: Seal | None = getattr(source, "seal", None)
     return seal
 
 
-def number_in_index(source: Source, index: int) -> int:
+def resolve_index_number(source: Source, index: int) -> int:
     """Return the number that a sample of a source with an index has in it."""
     while isinstance(source, WrappedSource):
         index, source = source.index_in_source(index), source.source
     return index
 
 
-def without_image(source: Source, index: int) -> Sample:
+def read_without_image(source: Source, index: int) -> Sample:
     """Return a sample without its image, which is decoded only where the source has no other way."""
     rest: Callable[[int], Sample] | None = getattr(source, "without_image", None)
     return rest(index) if rest else {name: part for name, part in source.read(index).items() if name != "image"}
 
 
-def prefetch(source: Source, numbers: Sequence[int]) -> Iterator[int]:
+def prefetch_samples(source: Source, numbers: Sequence[int]) -> Iterator[int]:
     """Read the bytes of samples before `read` decodes them, where a source can; yield the place of each before."""
     read: Callable[[Sequence[int]], Iterator[int]] | None = getattr(source, "prefetch", None)
     return read(numbers) if read else iter(())
 
 
-class Replaced(NamedTuple):
+class ReplacedSample(NamedTuple):
     """A bad sample, and its replacement."""
 
     number: int
@@ -140,7 +140,7 @@ class Batch(NamedTuple):
     tensors: Sample
     ids: list[int]
     """The number of each sample in its source."""
-    replaced: list[Replaced]
+    replaced: list[ReplacedSample]
     nonfinite: Sequence[int] = ()
     """Samples that were non-finite before mixing."""
 
@@ -164,21 +164,21 @@ class WrappedSource:
 
     def key(self, index: int) -> str:
         """Return the name that does not depend on where the set is."""
-        return key_of(self.source, self.index_in_source(index))
+        return resolve_sample_key(self.source, self.index_in_source(index))
 
     def files_of(self, index: int) -> Files:
         """Return the files of the sample: the data's fingerprint does not depend on the wrapper."""
-        return files_of(self.source, self.index_in_source(index))
+        return list_sample_files(self.source, self.index_in_source(index))
 
     @property
     def seal(self) -> Seal | None:
         """The seal of the underlying source."""
-        return seal_of(self.source)
+        return find_seal(self.source)
 
     @property
     def notices_changes(self) -> bool:
         """Whether the underlying source notices files that change under a run."""
-        return notices_changes(self.source)
+        return can_detect_changes(self.source)
 
 
 class Subset(WrappedSource):
@@ -195,9 +195,9 @@ class Subset(WrappedSource):
     @property
     def seal(self) -> Seal | None:
         """The seal of the underlying source, and which of its samples these are."""
-        if (seal := seal_of(self.source)) is None:
+        if (seal := find_seal(self.source)) is None:
             return None
-        own = getattr(self.numbers, "digest", None) or f"{derive(0, *self.numbers):016x}"
+        own = getattr(self.numbers, "digest", None) or f"{derive_seed(0, *self.numbers):016x}"
         return seal._replace(chosen=f"{seal.chosen}/{own}")
 
     def index_in_source(self, index: int) -> int:
@@ -210,25 +210,25 @@ class Subset(WrappedSource):
 
     def keys_of(self, numbers: Sequence[int]) -> list[str]:
         """Return the keys of samples."""
-        return keys_of(self.source, [self.numbers[number] for number in numbers])
+        return resolve_sample_keys(self.source, [self.numbers[number] for number in numbers])
 
     def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read the bytes of samples."""
-        return prefetch(self.source, [self.numbers[number] for number in numbers])
+        return prefetch_samples(self.source, [self.numbers[number] for number in numbers])
 
     def without_image(self, index: int) -> Sample:
         """Return the sample without its image."""
-        return without_image(self.source, self.numbers[index])
+        return read_without_image(self.source, self.numbers[index])
 
 
-def split(source: Source, fraction: float, rule: Rule = held_out_by_place) -> tuple[Subset, Subset]:
+def split_source(source: Source, fraction: float, rule: Rule = select_validation_by_position) -> tuple[Subset, Subset]:
     """Return the training and validation samples, `fraction` of them for validation by `rule`, never none or all.
 
     Raises BadData for fewer than two samples or an invalid fraction.
     """
     if len(source) < 2 or not 0.0 < fraction < 1.0:
         raise BadData(
-            f"a split of {several(len(source), 'sample')} with {fraction:g} for validation",
+            f"a split of {format_counted_noun(len(source), 'sample')} with {fraction:g} for validation",
             allowed="at least 2 samples, and a fraction between 0 and 1",
             do="add samples, or give data.val a folder",
         )
@@ -238,20 +238,22 @@ def split(source: Source, fraction: float, rule: Rule = held_out_by_place) -> tu
         own, held_out = divided(fraction)
         return Subset(source, own), Subset(source, held_out)
     own_places: Callable[[float], list[float]] | None = getattr(source, "places_for_split", None)
-    places = own_places(fraction) if own_places else places_of(keys_of(source, range(len(source))))
+    places = (
+        own_places(fraction) if own_places else compute_split_positions(resolve_sample_keys(source, range(len(source))))
+    )
     chosen = rule(places, fraction)
     train, val = [i for i in range(len(places)) if i not in chosen], sorted(chosen)
     return Subset(source, train), Subset(source, val)
 
 
-def key_of(source: Source, index: int) -> str:
+def resolve_sample_key(source: Source, index: int) -> str:
     """Return the name of a sample that does not change when the set is moved; its display name if there is none."""
     # isinstance with a protocol takes 20 µs, and there may be a million samples.
     key: Callable[[int], str] = getattr(source, "key", source.name)
     return key(index)
 
 
-def keys_of(source: Source, numbers: Sequence[int]) -> list[str]:
+def resolve_sample_keys(source: Source, numbers: Sequence[int]) -> list[str]:
     """Return the same names of several samples."""
     say: Callable[[Sequence[int]], list[str]] | None = getattr(source, "keys_of", None)
     if say is not None:
@@ -260,7 +262,7 @@ def keys_of(source: Source, numbers: Sequence[int]) -> list[str]:
     return [key(number) for number in numbers]
 
 
-def derive(seed: int, *parts: int | str) -> int:
+def derive_seed(seed: int, *parts: int | str) -> int:
     """Return a separate seed for each combination of parts: the same on every machine, and below 2**63."""
     # The type is part of the text, so that 1 and "1" differ; the separator occurs in no part.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in (seed, *parts))
@@ -289,7 +291,7 @@ class Order:
         if not self.shuffle:
             return torch.arange(self.size)
         # A separate generator: the order must not depend on other code that draws random numbers.
-        generator = torch.Generator().manual_seed(derive(self.seed, "order", epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
         return torch.randperm(self.size, generator=generator)
 
     def openings(self, epoch: int, share: RankShare, first: int) -> Iterator[list[tuple[int, int]]]:
@@ -349,7 +351,7 @@ class BadSampleBudget:
         self.limit = limit
         self.bad: set[str] = set()
 
-    def spend(self, replaced: Iterable[Replaced]) -> None:
+    def spend(self, replaced: Iterable[ReplacedSample]) -> None:
         """Raise BadData at the first sample beyond the limit; quarantined samples were readable, and do not count."""
         for one in replaced:
             if one.reason == QUARANTINED:
@@ -369,7 +371,7 @@ def is_finite(sample: Sample) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
-def nonfinite_ids(batch: Batch) -> list[int]:
+def find_nonfinite_samples(batch: Batch) -> list[int]:
     """Return the numbers of the non-finite samples, in batch order; empty if the step itself went non-finite.
 
     Samples noted before mixing count; otherwise the batch itself is checked.
@@ -400,22 +402,22 @@ class ReadSample(NamedTuple):
 
     sample: Sample | None
     number: int
-    replaced: list[Replaced]
+    replaced: list[ReplacedSample]
     epoch: int
     error: HalfstepError | None = None
     """An error as a value: torch would wrap a worker's exception in the text of its traceback."""
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def seed_generators_temporarily(seed: int) -> Iterator[None]:
     """Seed the generators inside the context, and restore them after it."""
-    with generators_aside():
+    with preserve_generator_states():
         seed_generators(seed)
         yield
 
 
 @contextmanager
-def generators_aside(devices: Sequence[int] = ()) -> Iterator[None]:
+def preserve_generator_states(devices: Sequence[int] = ()) -> Iterator[None]:
     """Let code inside the context use torch's, Python's and NumPy's generators, and restore them after it.
 
     Of the devices, only the generators of `devices` are restored. NumPy takes 0.1 ms for it: negligible once per batch,
@@ -440,7 +442,7 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed >> 31)
 
 
-def never_changed(number: int) -> str:
+def report_no_change(number: int) -> str:
     """Return no change, for samples whose files were not recorded."""
     return ""
 
@@ -457,7 +459,7 @@ class KeyedDataset(Dataset[ReadSample]):
         """Samples that a worker did not get done with, and the reason: they are as bad as unreadable ones."""
         self.begin: Callable[[int], None] | None = None
         """In a worker: called with the number of each sample before its files are read ahead, and before it is read."""
-        self.change_of: Callable[[int], str] = never_changed
+        self.change_of: Callable[[int], str] = report_no_change
         """Called with the number of each sample after it was read: how its files have changed under the run."""
 
     def __getitem__(self, key: Key) -> ReadSample:
@@ -467,9 +469,9 @@ class KeyedDataset(Dataset[ReadSample]):
         """Return the items of a batch, up to the first error; DataLoader calls it once per batch."""
         items: list[ReadSample] = []
         try:
-            with generators_aside():
+            with preserve_generator_states():
                 numbers = [number for _, number in keys if number not in self.too_slow]
-                for place in prefetch(self.source, numbers):
+                for place in prefetch_samples(self.source, numbers):
                     if self.begin is not None:
                         self.begin(numbers[place])
                 for key in keys:
@@ -509,11 +511,11 @@ class Samples(KeyedDataset):
             try:
                 if candidate in self.quarantined:
                     raise BadSample(self.source.name(candidate), QUARANTINED)
-                sample = prepared(self, epoch, candidate)
+                sample = read_transformed_sample(self, epoch, candidate)
             except BadSample as bad:
                 failed.append((candidate, bad.name, bad.reason))
             else:
-                return ReadSample(sample, candidate, [Replaced(*one, by=candidate) for one in failed], epoch)
+                return ReadSample(sample, candidate, [ReplacedSample(*one, by=candidate) for one in failed], epoch)
         _, name, reason = failed[0]
         raise BadData(
             f"{name}: {reason}; and none of {TRIES} others that were tried in its place can be read",
@@ -524,7 +526,7 @@ class Samples(KeyedDataset):
     def _candidates(self, epoch: int, number: int) -> Iterator[int]:
         yield number
         for attempt in range(TRIES):
-            yield derive(self.seed, "instead", epoch, number, attempt) % len(self.source)
+            yield derive_seed(self.seed, "instead", epoch, number, attempt) % len(self.source)
 
 
 class ValSamples(KeyedDataset):
@@ -539,31 +541,31 @@ class ValSamples(KeyedDataset):
 
     def _item(self, epoch: int, number: int) -> ReadSample:
         try:
-            return ReadSample(prepared(self, epoch, number), number, [], epoch)
+            return ReadSample(read_transformed_sample(self, epoch, number), number, [], epoch)
         except BadSample as bad:
-            return ReadSample(None, number, [Replaced(number, bad.name, bad.reason, LEFT_OUT)], epoch)
+            return ReadSample(None, number, [ReplacedSample(number, bad.name, bad.reason, LEFT_OUT)], epoch)
         except HalfstepError as error:
             return ReadSample(None, number, [], epoch, error)
 
 
-def prepared(samples: Samples | ValSamples, epoch: int, number: int) -> Sample:
+def read_transformed_sample(samples: Samples | ValSamples, epoch: int, number: int) -> Sample:
     """Read and transform a sample; its randomness depends on (seed, epoch, number) only, not on the worker."""
     if number in samples.too_slow:
         raise BadSample(samples.source.name(number), samples.too_slow[number])
     if samples.begin is not None:
         samples.begin(number)
-    seed_generators(derive(samples.seed, "augment", epoch, number))
+    seed_generators(derive_seed(samples.seed, "augment", epoch, number))
     try:
         sample = samples.source.read(number)
     except BadData:
         # A mask that was exchanged may contradict the recipe; that it was exchanged is the reason.
-        _refuse_changed(samples, number)
+        _check_unchanged(samples, number)
         raise
     # After reading: a file that is replaced in between is noticed.
-    _refuse_changed(samples, number)
+    _check_unchanged(samples, number)
     return samples.transform(sample)
 
 
-def _refuse_changed(samples: Samples | ValSamples, number: int) -> None:
+def _check_unchanged(samples: Samples | ValSamples, number: int) -> None:
     if change := samples.change_of(number):
         raise BadSample(samples.source.name(number), change)

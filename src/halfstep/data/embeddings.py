@@ -11,16 +11,16 @@ from torch import Tensor
 
 from halfstep.checkpoint.reading import load_tensors
 from halfstep.checkpoint.sealed import MOST_TENSORS
-from halfstep.data.dataset import BadSample, Files, Sample, Source, WrappedSource, without_image
-from halfstep.data.folders import first_of
-from halfstep.errors import BadData, in_one_line
-from halfstep.numbers import shape
+from halfstep.data.dataset import BadSample, Files, Sample, Source, WrappedSource, read_without_image
+from halfstep.data.folders import format_name_examples
+from halfstep.errors import BadData, format_error_line
+from halfstep.numbers import format_shape
 
 ALLOWED = f"a .safetensors file with a tensor for each image by its name, at most {MOST_TENSORS:,} of them"
 SHAPES = "tokens × width or width, floating numbers, the same for all images"
 
 
-class Embedded(WrappedSource):
+class EmbeddingSource(WrappedSource):
     """A source that adds `embedding` in fp32: the tensor with the sample's name, after the prefix `under`.
 
     Missing names, duplicate names and different shapes raise BadData at once. The values are read on demand: a
@@ -47,7 +47,7 @@ class Embedded(WrappedSource):
 
     def without_image(self, index: int) -> Sample:
         """Return the sample without its image."""
-        return {**without_image(self.source, index), "embedding": self._embedding(index)}
+        return {**read_without_image(self.source, index), "embedding": self._embedding(index)}
 
     def files_of(self, index: int) -> Files:
         """Return the files of the sample, and the file of embeddings."""
@@ -71,17 +71,17 @@ class Embedded(WrappedSource):
     def _opened(self) -> dict[str, Tensor]:
         """Return the tensors as views of the file: their values are loaded when they are read."""
         if self._tensors is None:
-            self._tensors = _read(self.file)
+            self._tensors = _load_embeddings(self.file)
         return self._tensors
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _load_embeddings(file: Path) -> dict[str, Tensor]:
     try:
         return load_tensors(file.resolve())  # the user's own link is followed
     except Exception as error:
         # A forged file may raise anything: KeyError, TypeError, OverflowError, ...
         raise BadData(
-            f"the embeddings {file} cannot be read: {in_one_line(error)[:200]}",
+            f"the embeddings {file} cannot be read: {format_error_line(error)[:200]}",
             allowed=ALLOWED,
             do="check data.embeddings, or write the file again",
         ) from error
@@ -91,7 +91,7 @@ def _require_unique_names(names: list[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise BadData(
-            f"{len(twice)} names belong to several samples: {first_of(twice)}",
+            f"{len(twice)} names belong to several samples: {format_name_examples(twice)}",
             allowed="a name for each sample: one embedding cannot belong to two",
             do="rename shards that have the same name in different folders",
         )
@@ -102,7 +102,7 @@ def _require_all_names(names: list[str], tensors: Mapping[str, Tensor], file: Pa
     if missing:
         has = next(iter(tensors), None)
         raise BadData(
-            f"{file} has no embedding for {len(missing)} of {len(names)} images: {first_of(missing)}",
+            f"{file} has no embedding for {len(missing)} of {len(names)} images: {format_name_examples(missing)}",
             allowed=ALLOWED + ("; it contains nothing" if has is None else f"; it contains {has[:200]!r}, for example"),
             do="name each tensor as the image is named below data.path, or remove these images",
         )
@@ -122,4 +122,4 @@ def _require_equal_shapes(names: list[str], tensors: Mapping[str, Tensor], file:
 
 
 def _describe_tensor(tensor: Tensor) -> str:
-    return f"{shape(tensor.shape)} of type {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{format_shape(tensor.shape)} of type {str(tensor.dtype).removeprefix('torch.')}"

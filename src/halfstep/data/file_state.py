@@ -32,12 +32,12 @@ class RecordedFile(NamedTuple):
 
     state: FileState
     content: str = ""
-    """What `content_digest` found; empty if the content was not read."""
+    """What `compute_block_digest` found; empty if the content was not read."""
     whole: bool = True
     """Whether all blocks were read, however large the file is."""
 
 
-def change_since(before: RecordedFile, now: FileState, path: str | os.PathLike[str]) -> str:
+def describe_file_change(before: RecordedFile, now: FileState, path: str | os.PathLike[str]) -> str:
     """Return how a file has changed since it was recorded; empty if it is unchanged.
 
     Its content is read only if its state differs: a file with a new time or inode number is the same file.
@@ -52,14 +52,14 @@ def change_since(before: RecordedFile, now: FileState, path: str | os.PathLike[s
     # A few blocks are evidence enough that a file was touched, and none that another one is the same.
     is_evidence = before.content and (not is_another or before.whole or size <= BLOCK * BLOCKS)
     with suppress(OSError):
-        if is_evidence and content_digest(path, block_starts(size, before.whole)) == before.content:
+        if is_evidence and compute_block_digest(path, list_block_offsets(size, before.whole)) == before.content:
             return ""
     if is_another:
         return "another file has taken the place of its file since the run began"
     return "its file has been written or touched since the run began"
 
 
-def content_digest(path: str | os.PathLike[str], starts: Iterable[int]) -> str:
+def compute_block_digest(path: str | os.PathLike[str], starts: Iterable[int]) -> str:
     """Return 16 hex digits of the blocks of a file at these offsets; raise OSError if it cannot be read."""
     digest = sha256()
     with open(path, "rb") as file:
@@ -69,7 +69,7 @@ def content_digest(path: str | os.PathLike[str], starts: Iterable[int]) -> str:
     return digest.hexdigest()[:16]
 
 
-def block_starts(size: int, whole: bool) -> Iterable[int]:
+def list_block_offsets(size: int, whole: bool) -> Iterable[int]:
     """Return the offsets of the blocks to read: all, or a few from the first byte to the last."""
     if whole or size <= BLOCK * BLOCKS:
         return range(0, size, BLOCK)

@@ -18,10 +18,10 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 
-from halfstep.data.dataset import Seal, Source, every_file, keys_of, seal_of
-from halfstep.data.file_state import block_starts, content_digest
+from halfstep.data.dataset import Seal, Source, every_file, find_seal, resolve_sample_keys
+from halfstep.data.file_state import compute_block_digest, list_block_offsets
 from halfstep.errors import StateMismatch
-from halfstep.numbers import several
+from halfstep.numbers import format_counted_noun
 
 MOST_WHOLE_BYTES = 2**30
 """Bytes above which the contents of a source are sampled: every name and size, and parts of some files."""
@@ -48,7 +48,7 @@ class FilePrint(NamedTuple):
     content: str
 
 
-def _row_from(saved: object) -> FilePrint:
+def _parse_row(saved: object) -> FilePrint:
     found = _ROW.fullmatch(saved) if isinstance(saved, str) else None
     if found is None:
         raise ValueError(f"{saved!r} is not a row of a file")
@@ -72,13 +72,13 @@ class SourcePrint:
     """Whether every file was read whole."""
     digest: Digest
     """A digest of all groups, and so of all rows; of shards, the seal of their index."""
-    rows: tuple[Annotated[FilePrint, PlainValidator(_row_from)], ...] | None
+    rows: tuple[Annotated[FilePrint, PlainValidator(_parse_row)], ...] | None
     groups: Annotated[tuple[Digest, ...], Field(min_length=GROUPS, max_length=GROUPS)] | None
     """A digest for each group of rows, by the hash of their names; only where there are too many rows to store."""
 
     def by_group(self) -> tuple[str, ...]:
         """Return a digest for each group."""
-        return _digest_groups(self.rows) if self.rows is not None else self.groups or ()
+        return _compute_group_digests(self.rows) if self.rows is not None else self.groups or ()
 
     def check_sums(self) -> None:
         """Raise ValueError if the count, the size or the digest is not that of the rows or groups."""
@@ -86,7 +86,7 @@ class SourcePrint:
             raise ValueError("both or none of rows and groups")
         if self.rows is not None and (len(self.rows), sum(row.size for row in self.rows)) != (self.count, self.size):
             raise ValueError("a count or size that differs from its rows")
-        if self.of != "shard" and _digest(self.by_group()) != self.digest:
+        if self.of != "shard" and _compute_text_digest(self.by_group()) != self.digest:
             raise ValueError("a digest that differs from its rows or groups")
 
 
@@ -112,7 +112,7 @@ class Fingerprint:
         """Return plain data for a checkpoint."""
         parts = []
         for part in self.parts:
-            rows = None if part.rows is None else [_text(row) for row in part.rows]
+            rows = None if part.rows is None else [_format_row(row) for row in part.rows]
             plain = {"rows": rows, "groups": part.groups and list(part.groups)}
             parts.append(asdict(replace(part, rows=None)) | plain)
         return {"version": _VERSION, "parts": parts}
@@ -149,18 +149,21 @@ def fingerprint(*sources: Source) -> Fingerprint:
     Reads up to 1 GiB of each source without an index; a shared file is read once.
     """
     contents: dict[tuple[str, bool], str] = {}
-    seals = [seal_of(source) for source in sources]
-    parts = (_print_of_seal(s, len(o)) if s else _part_of(o, contents) for s, o in zip(seals, sources, strict=True))
+    seals = [find_seal(source) for source in sources]
+    parts = (
+        _fingerprint_index(s, len(o)) if s else _fingerprint_source(o, contents)
+        for s, o in zip(seals, sources, strict=True)
+    )
     return Fingerprint(tuple(parts), sources)
 
 
-def fingerprint_of_files(*sources: Source) -> Fingerprint:
+def compute_file_fingerprint(*sources: Source) -> Fingerprint:
     """Return the fingerprint without the seals of indexes, as checkpoints of earlier versions have it."""
     contents: dict[tuple[str, bool], str] = {}
-    return Fingerprint(tuple(_part_of(source, contents) for source in sources), sources)
+    return Fingerprint(tuple(_fingerprint_source(source, contents) for source in sources), sources)
 
 
-def _print_of_seal(seal: Seal, samples: int) -> SourcePrint:
+def _fingerprint_index(seal: Seal, samples: int) -> SourcePrint:
     index = seal.shards.index
     sizes = index.table["bytes"].tolist()
     rows = None
@@ -169,7 +172,7 @@ def _print_of_seal(seal: Seal, samples: int) -> SourcePrint:
         rows = tuple(map(FilePrint, index.names, sizes, contents))
     return SourcePrint(
         samples=samples,
-        order=_digest([seal.chosen]),
+        order=_compute_text_digest([seal.chosen]),
         of="shard",
         count=len(sizes),
         size=sum(sizes),
@@ -180,18 +183,18 @@ def _print_of_seal(seal: Seal, samples: int) -> SourcePrint:
     )
 
 
-def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePrint:
-    keys = _relative_paths(keys_of(source, range(min(len(source), MOST_KEYS))))
-    order = _digest(f"{len(key)}:{key}" for key in keys)
+def _fingerprint_source(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePrint:
+    keys = _convert_to_relative(resolve_sample_keys(source, range(min(len(source), MOST_KEYS))))
+    order = _compute_text_digest(f"{len(key)}:{key}" for key in keys)
     # A shard is the file of all its samples, and counts once.
     found = dict.fromkeys((key, os.fspath(path)) for key, path in every_file(source))
     rows = [FilePrint(key, 0, NOT_READ) for key in keys]
     whole = True
     if found:
-        rows, whole = _rows(list(found), contents)
+        rows, whole = _build_file_rows(list(found), contents)
     rows.sort()
-    groups = _digest_groups(rows)
-    few = len(rows) <= MOST_ROWS and sum(len(json.dumps(_text(row))) for row in rows) <= MOST_ROW_TEXT
+    groups = _compute_group_digests(rows)
+    few = len(rows) <= MOST_ROWS and sum(len(json.dumps(_format_row(row))) for row in rows) <= MOST_ROW_TEXT
     return SourcePrint(
         samples=len(source),
         order=order,
@@ -199,19 +202,21 @@ def _part_of(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePri
         count=len(rows),
         size=sum(row.size for row in rows),
         whole=whole,
-        digest=_digest(groups),
+        digest=_compute_text_digest(groups),
         rows=tuple(rows) if few else None,
         groups=None if few else groups,
     )
 
 
-def _rows(found: list[tuple[str, str]], contents: dict[tuple[str, bool], str]) -> tuple[list[FilePrint], bool]:
-    sizes = [_size(path) for _, path in found]
+def _build_file_rows(
+    found: list[tuple[str, str]], contents: dict[tuple[str, bool], str]
+) -> tuple[list[FilePrint], bool]:
+    sizes = [_find_file_size(path) for _, path in found]
     whole = sum(size or 0 for size in sizes) <= MOST_WHOLE_BYTES
     read = {key for key, _ in found}
     if not whole:
         # By the hash of their names: evenly spaced files would all change with one added file.
-        read = set(heapq.nsmallest(SAMPLED_FILES, read, key=lambda key: (_digest([key]), key)))
+        read = set(heapq.nsmallest(SAMPLED_FILES, read, key=lambda key: (_compute_text_digest([key]), key)))
     rows = []
     for (key, path), size in zip(found, sizes, strict=True):
         if size is None:
@@ -220,12 +225,12 @@ def _rows(found: list[tuple[str, str]], contents: dict[tuple[str, bool], str]) -
             rows.append(FilePrint(key, size, NOT_READ))
         else:
             if (path, whole) not in contents:
-                contents[path, whole] = _content(path, block_starts(size, whole))
+                contents[path, whole] = _read_content_digest(path, list_block_offsets(size, whole))
             rows.append(FilePrint(key, size, contents[path, whole]))
     return rows, whole
 
 
-def _size(path: str) -> int | None:
+def _find_file_size(path: str) -> int | None:
     """Return the size; None for anything but a regular file: reading a pipe would block forever."""
     try:
         status = os.stat(path)
@@ -234,14 +239,14 @@ def _size(path: str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _content(path: str, starts: Iterable[int]) -> str:
+def _read_content_digest(path: str, starts: Iterable[int]) -> str:
     try:
-        return content_digest(path, starts)
+        return compute_block_digest(path, starts)
     except OSError:  # training replaces an unreadable sample
         return UNREADABLE
 
 
-def _relative_paths(keys: list[str]) -> list[str]:
+def _convert_to_relative(keys: list[str]) -> list[str]:
     """Return absolute paths relative to their common folder, so that a source without keys may be moved too."""
     if not keys or not all(map(os.path.isabs, keys)):
         return keys
@@ -252,17 +257,17 @@ def _relative_paths(keys: list[str]) -> list[str]:
     return [os.path.relpath(key, root).replace(os.sep, "/") for key in keys]
 
 
-def _digest_groups(rows: Iterable[FilePrint]) -> tuple[str, ...]:
+def _compute_group_digests(rows: Iterable[FilePrint]) -> tuple[str, ...]:
     """Return a digest for each group of sorted rows; the name of a row decides its group."""
     groups = [sha256() for _ in range(GROUPS)]
     for row in rows:
         # The length goes first: a name may contain anything, and two rows must not run together.
         content = f"{len(row.key)}:{row.key}{row.size} {row.content}\n"
-        groups[int(_digest([row.key]), 16) % GROUPS].update(content.encode("utf-8", "surrogatepass"))
+        groups[int(_compute_text_digest([row.key]), 16) % GROUPS].update(content.encode("utf-8", "surrogatepass"))
     return tuple(group.hexdigest()[:16] for group in groups)
 
 
-def _digest(texts: Iterable[str]) -> str:
+def _compute_text_digest(texts: Iterable[str]) -> str:
     digest = sha256()
     for text in texts:
         digest.update(text.encode("utf-8", "surrogatepass"))
@@ -270,7 +275,7 @@ def _digest(texts: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _text(row: FilePrint) -> str:
+def _format_row(row: FilePrint) -> str:
     return f"{row.content} {row.size} {row.key}"
 
 
@@ -286,83 +291,89 @@ _NAMES = ("train", "val")
 def different(saved: Fingerprint, now: Fingerprint, names: Sequence[str] = _NAMES) -> list[str]:
     """Return a few lines on what changed; empty if the data is the same. `names` label several sources."""
     if len(saved.parts) != len(now.parts):
-        return [f"{several(len(now.parts), 'source')} of samples, saved {len(saved.parts):,}"]
+        return [f"{format_counted_noun(len(now.parts), 'source')} of samples, saved {len(saved.parts):,}"]
     indexed = [after.of == "shard" != before.of for before, after in zip(saved.parts, now.parts, strict=True)]
     if any(indexed) and now.sources:
         # Saved before there was an index.
-        now = fingerprint_of_files(*now.sources)
+        now = compute_file_fingerprint(*now.sources)
     lines = []
     for number, (before, after) in enumerate(zip(saved.parts, now.parts, strict=True)):
         name = names[number] if number < len(names) else f"source {number + 1}"
         start = f"{name}: " if len(now.parts) > 1 else ""
-        lines += [start + line for line in _changes(before, after)]
+        lines += [start + line for line in _describe_source_changes(before, after)]
         if now.sources and before.of == after.of == "shard" and before.digest != after.digest:
-            lines += [start + line for line in _find_changed_samples(before, now.sources[number])]
+            lines += [start + line for line in _describe_changed_samples(before, now.sources[number])]
     return lines[:MOST_LINES]
 
 
-def _find_changed_samples(saved: SourcePrint, source: Source) -> list[str]:
+def _describe_changed_samples(saved: SourcePrint, source: Source) -> list[str]:
     """Return which samples changed, where the index that the run began with is still there."""
-    from halfstep.data.shard_check import sample_changes  # here, because shards build on fingerprinted sources
-    from halfstep.data.shard_index import index_with_seal
+    from halfstep.data.shard_check import describe_sample_changes  # here, because shards build on fingerprinted sources
+    from halfstep.data.shard_index import find_index_by_seal
 
-    if (seal := seal_of(source)) is None:
+    if (seal := find_seal(source)) is None:
         return []
-    before = index_with_seal(saved.digest, sorted(seal.shards.root.glob("*.index")))
-    return [] if before is None else sample_changes(before, seal.shards)
+    before = find_index_by_seal(saved.digest, sorted(seal.shards.root.glob("*.index")))
+    return [] if before is None else describe_sample_changes(before, seal.shards)
 
 
-def _changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
-    if _identity(saved) == _identity(now):
+def _describe_source_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
+    if _build_identity_key(saved) == _build_identity_key(now):
         return []
     lines: list[str] = []
     if saved.of != now.of:
         lines.append(f"{now.of}s are compared, and {saved.of}s were saved")
     elif saved.rows is not None and now.rows is not None:
-        lines += _row_changes(saved, now)
+        lines += _describe_row_changes(saved, now)
     else:
-        lines += _group_changes(saved, now)
+        lines += _describe_group_changes(saved, now)
     if not lines and saved.samples != now.samples:
-        lines.append(f"{several(now.samples, 'sample')}, saved {saved.samples:,}")
+        lines.append(f"{format_counted_noun(now.samples, 'sample')}, saved {saved.samples:,}")
     elif not lines and saved.order != now.order:
         lines.append(f"the same {now.of}s, with other samples or in another order")
     return lines or [f"other data: {now.digest}, saved {saved.digest}"]
 
 
-def _identity(part: SourcePrint) -> tuple[object, ...]:
+def _build_identity_key(part: SourcePrint) -> tuple[object, ...]:
     return part.samples, part.order, part.of, part.count, part.size, part.whole, part.digest
 
 
-def _row_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
+def _describe_row_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
     # A Counter, not a set: a user's source may give a name twice.
     gone = Counter(saved.rows) - Counter(now.rows)
     came = Counter(now.rows) - Counter(saved.rows)
-    before, after = _rows_by_key(gone), _rows_by_key(came)
+    before, after = _map_rows_by_key(gone), _map_rows_by_key(came)
     both = [(before.pop(key), after.pop(key)) for key in sorted(before.keys() & after.keys())]
-    changed = [pair for pair in both if _rows_differ(*pair, saved.whole == now.whole)]
-    renamed = _pop_renamed(before, after)
+    changed = [pair for pair in both if _has_row_changed(*pair, saved.whole == now.whole)]
+    renamed = _pop_renamed_files(before, after)
     return [
-        *_line(now.of, "renamed", [f"{_printable_name(old)} -> {_printable_name(new)}" for old, new in renamed]),
-        *_line(now.of, "added", map(_printable_name, after)),
-        *_line(now.of, "removed", map(_printable_name, before)),
-        *_line(
-            now.of, "changed", [f"{_printable_name(old.key)} ({_describe_change(old, new)})" for old, new in changed]
+        *_describe_first_example(
+            now.of,
+            "renamed",
+            [f"{_format_printable_name(old)} -> {_format_printable_name(new)}" for old, new in renamed],
+        ),
+        *_describe_first_example(now.of, "added", map(_format_printable_name, after)),
+        *_describe_first_example(now.of, "removed", map(_format_printable_name, before)),
+        *_describe_first_example(
+            now.of,
+            "changed",
+            [f"{_format_printable_name(old.key)} ({_describe_change(old, new)})" for old, new in changed],
         ),
     ]
 
 
-def _rows_by_key(rows: Iterable[FilePrint]) -> dict[str, FilePrint]:
+def _map_rows_by_key(rows: Iterable[FilePrint]) -> dict[str, FilePrint]:
     return {row.key: row for row in sorted(rows)}
 
 
-def _rows_differ(old: FilePrint, new: FilePrint, same_reading: bool) -> bool:
+def _has_row_changed(old: FilePrint, new: FilePrint, same_reading: bool) -> bool:
     """Return whether two rows differ; contents count only where both were read in the same way."""
     if old.size != new.size or UNREADABLE in (old.content, new.content):
         return True
     return same_reading and NOT_READ not in (old.content, new.content)
 
 
-def _pop_renamed(before: dict[str, FilePrint], after: dict[str, FilePrint]) -> list[tuple[str, str]]:
+def _pop_renamed_files(before: dict[str, FilePrint], after: dict[str, FilePrint]) -> list[tuple[str, str]]:
     """Return files that appeared with the content of one that disappeared, and remove them from both."""
     gone: dict[tuple[int, str], list[str]] = {}
     for key, row in reversed(before.items()):
@@ -380,34 +391,34 @@ def _describe_change(old: FilePrint, new: FilePrint) -> str:
     if UNREADABLE in (old.content, new.content):
         return "cannot be read now" if new.content == UNREADABLE else "could not be read before"
     if old.size != new.size:
-        return f"{several(old.size, 'byte')} -> {several(new.size, 'byte')}"
+        return f"{format_counted_noun(old.size, 'byte')} -> {format_counted_noun(new.size, 'byte')}"
     return "same size, other content"
 
 
-def _group_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
+def _describe_group_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:
     """Return how many more or fewer files there are, and how many groups differ: there are too many files to name."""
     lines = []
     if saved.count != now.count:
-        lines.append(f"{several(now.count, now.of)}, saved {saved.count:,}")
+        lines.append(f"{format_counted_noun(now.count, now.of)}, saved {saved.count:,}")
     if saved.size != now.size:
-        lines.append(f"{several(now.size, 'byte')} in all, saved {saved.size:,}")
+        lines.append(f"{format_counted_noun(now.size, 'byte')} in all, saved {saved.size:,}")
     groups = list(zip(saved.by_group(), now.by_group(), strict=saved.of != "shard"))
     others = sum(old != new for old, new in groups)
     if others and saved.whole == now.whole:
-        each = f"of about {several(round(now.count / len(groups)), now.of)} each"
+        each = f"of about {format_counted_noun(round(now.count / len(groups)), now.of)} each"
         lines.append(f"names, sizes or contents differ in {others} of {len(groups)} groups, {each}")
     return lines
 
 
-def _line(thing: str, what: str, examples: Iterable[str]) -> list[str]:
+def _describe_first_example(thing: str, what: str, examples: Iterable[str]) -> list[str]:
     listed = list(examples)
     if not listed:
         return []
     between = ":" if len(listed) == 1 else ", the first"
-    return [f"{several(len(listed), thing)} {what}{between} {listed[0]}"]
+    return [f"{format_counted_noun(len(listed), thing)} {what}{between} {listed[0]}"]
 
 
-def _printable_name(key: str) -> str:
+def _format_printable_name(key: str) -> str:
     """Return a name that is safe to print and not too long."""
     safe = key if key.isprintable() else repr(key)
     return safe if len(safe) <= LONGEST_NAME else f"...{safe[3 - LONGEST_NAME :]}"

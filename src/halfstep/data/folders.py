@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from halfstep.data.dataset import Files, Sample
-from halfstep.data.image_files import existing, folders, image_files
-from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
+from halfstep.data.image_files import list_folders, list_image_files, require_folder
+from halfstep.data.image_io import MaskClasses, Palette, read_image, read_mask
 from halfstep.errors import BadData
 
 _LAYOUT = "ROOT/CLASS/IMAGE, with at least one image in each class"
@@ -34,7 +34,7 @@ class NumberedFiles:
         return Path(self._files[index]).as_posix()
 
 
-class _Listed(NumberedFiles):
+class _ListedImages(NumberedFiles):
     """Image files below a folder, by number."""
 
     channels: int
@@ -52,25 +52,25 @@ class _Listed(NumberedFiles):
         return [(self.key(index), os.path.join(self.root, self._files[index]))]
 
 
-class UnlabeledImages(_Listed):
+class UnlabeledImages(_ListedImages):
     """A source of every image below a folder, at any depth and without labels: `image`."""
 
     def __init__(self, root: str | Path, channels: int = 3) -> None:
-        self.root, self.channels = existing(root, "the image folder"), channels
-        self._files = image_files(self.root)
+        self.root, self.channels = require_folder(root, "the image folder"), channels
+        self._files = list_image_files(self.root)
         if not self._files:
             raise BadData(f"{self.root} contains no image", allowed="at least one image below it", do="check data.path")
 
 
-class ImageFolder(_Listed):
+class ImageFolder(_ListedImages):
     """A source with a folder per class: `image`, and `label`, the position of the folder's name in sorted order.
 
     For a validation folder, pass `classes` of the training set, so that both use the same numbers.
     """
 
     def __init__(self, root: str | Path, channels: int = 3, classes: list[str] | None = None) -> None:
-        self.root, self.channels = existing(root, "the image folder"), channels
-        present = folders(self.root)
+        self.root, self.channels = require_folder(root, "the image folder"), channels
+        present = list_folders(self.root)
         if not present:
             raise BadData(f"{self.root} contains no class folders", allowed=_LAYOUT, do="check data.path")
         self.classes = list(present if classes is None else classes)
@@ -87,7 +87,7 @@ class ImageFolder(_Listed):
         files: list[str] = []
         labels: list[int] = []
         for name in present:
-            found = image_files(self.root, name)
+            found = list_image_files(self.root, name)
             if not found:
                 raise BadData(f"{self.root / name} contains no image", allowed=_LAYOUT, do="fill or remove this folder")
             files += found
@@ -102,17 +102,17 @@ class ImageFolder(_Listed):
 MASKS_RULE = "the mask of images/a.jpg is masks/a.png or masks/a_mask.png"
 
 
-class Paired(NumberedFiles):
+class PairedFiles(NumberedFiles):
     """A base of sources with two folders: each image, and its `partner`, such as a mask, by name.
 
     `rule` describes the naming; a partner's name may have the suffix `ending`. Raises BadData if a file has none.
     """
 
     def __init__(self, images: str | Path, partners: str | Path, partner: str, rule: str, ending: str = "") -> None:
-        self.root = self.images = existing(images, "the image folder")
-        self.partners = existing(partners, f"the {partner} folder")
+        self.root = self.images = require_folder(images, "the image folder")
+        self.partners = require_folder(partners, f"the {partner} folder")
         self._partner = partner
-        self._pairs = paired(self.images, self.partners, rule, ending)
+        self._pairs = pair_images(self.images, self.partners, rule, ending)
         self._files = [image for image, _ in self._pairs]
 
     def files_of(self, index: int) -> Files:
@@ -129,7 +129,7 @@ class Paired(NumberedFiles):
         return self.images / image, self.partners / partner
 
 
-class ImageMaskPairs(Paired):
+class ImageMaskPairs(PairedFiles):
     """A source of `image` and `mask`, a class number for each pixel."""
 
     def __init__(
@@ -148,15 +148,17 @@ class ImageMaskPairs(Paired):
         """Read a pair; raise BadSample if it cannot be read, BadData where the mask does not fit."""
         image_path, mask_path = self.places(index)
         image = read_image(image_path, self.channels)
-        mask = mask_of(mask_path, self.mask_classes, str(mask_path))
+        mask = read_mask(mask_path, self.mask_classes, str(mask_path))
         check_same_size(image.shape[-2:], mask.shape, self.name(index))
         return {"image": image, "mask": mask}
 
 
-def folders_under(root: str | Path, partner: str = "mask") -> tuple[Path, Path]:
+def resolve_pair_folders(root: str | Path, partner: str = "mask") -> tuple[Path, Path]:
     """Return the folders `images` and `masks`, or another `partner`'s, below `root`."""
-    folder = existing(root, "the data folder")
-    return existing(folder / "images", "the image folder"), existing(folder / f"{partner}s", f"the {partner} folder")
+    folder = require_folder(root, "the data folder")
+    return require_folder(folder / "images", "the image folder"), require_folder(
+        folder / f"{partner}s", f"the {partner} folder"
+    )
 
 
 def check_same_size(image: tuple[int, ...], mask: tuple[int, ...], name: str) -> None:
@@ -169,34 +171,34 @@ def check_same_size(image: tuple[int, ...], mask: tuple[int, ...], name: str) ->
         )
 
 
-def paired(images: Path, partners: Path, rule: str, ending: str) -> list[tuple[str, str]]:
+def pair_images(images: Path, partners: Path, rule: str, ending: str) -> list[tuple[str, str]]:
     """Return the paths of images and partners below their folders; raise BadData if one has no partner.
 
     A partner's name may have the suffix `ending`.
     """
-    pictures, others = _group_by_stem(images, "", rule), _group_by_stem(partners, ending, rule)
+    pictures, others = _map_files_by_stem(images, "", rule), _map_files_by_stem(partners, ending, rule)
     if not pictures:
         raise BadData(f"{images} contains no image", allowed=rule, do="check data.path")
     lonely = [str(images / path) for stem, path in pictures.items() if stem not in others]
     lonely += [str(partners / path) for stem, path in others.items() if stem not in pictures]
     if lonely:
         raise BadData(
-            f"{len(lonely)} files without a partner: {first_of(lonely)}",
+            f"{len(lonely)} files without a partner: {format_name_examples(lonely)}",
             allowed=rule,
             do="rename or remove these files",
         )
     return [(path, others[stem]) for stem, path in pictures.items()]
 
 
-def first_of(names: Sequence[str], most: int = 5) -> str:
+def format_name_examples(names: Sequence[str], most: int = 5) -> str:
     """Return the first few of many names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-def _group_by_stem(folder: Path, ending: str, rule: str) -> dict[str, str]:
+def _map_files_by_stem(folder: Path, ending: str, rule: str) -> dict[str, str]:
     found: dict[str, str] = {}
-    for path in image_files(folder):
+    for path in list_image_files(folder):
         stem = os.path.splitext(path)[0].removesuffix(ending)
         if stem in found:
             raise BadData(
@@ -209,7 +211,7 @@ def _group_by_stem(folder: Path, ending: str, rule: str) -> dict[str, str]:
 CONDITIONS_RULE = "the condition of images/a.png is conditions/a.png, or a.jpg, a.tif, ..."
 
 
-class ImagePairs(Paired):
+class ImagePairs(PairedFiles):
     """A source of `image` and `condition`; sizes may differ, aspect ratios may not, since positions must match."""
 
     def __init__(

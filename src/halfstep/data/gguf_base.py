@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep import numbers
-from halfstep.draw.notebook import ShownAsPage
-from halfstep.errors import BadData, in_one_line, require
-from halfstep.files import making_folder, refuse_taken, storing
+from halfstep.draw.notebook import PageResult
+from halfstep.errors import BadData, check_packages_installed, format_error_line
+from halfstep.files import check_file_free, create_folder_atomically, replace_storage_errors
 from halfstep.json_data import JsonResult
 from halfstep.page import Page, Paragraph, Span
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 
 
 @dataclass(frozen=True)
-class ConvertedBase(ShownAsPage, JsonResult):
+class ConvertedBase(PageResult, JsonResult):
     """A base that was converted."""
 
     folder: Path
@@ -28,18 +28,21 @@ class ConvertedBase(ShownAsPage, JsonResult):
 
     def page(self) -> Page:
         """Return the facts, and what to type next."""
-        head = f"{in_line(self.folder)}: {self.model}, {numbers.abbreviated(self.parameters)} parameters in fp32"
-        line = f"next: halfstep data tokens FILES --tokenizer {in_line(self.folder)} --out tokens"
+        head = (
+            f"{escape_to_one_line(self.folder)}: {self.model}, {numbers.format_short_count(self.parameters)} "
+            "parameters in fp32"
+        )
+        line = f"next: halfstep data tokens FILES --tokenizer {escape_to_one_line(self.folder)} --out tokens"
         return Page("base", (Paragraph(Span(head, strong=True), wrap=False), Paragraph(line, wrap=False)))
 
 
-def _start(file: Path) -> bytes:
+def _read_magic(file: Path) -> bytes:
     with file.open("rb") as opened:
         return opened.read(4)
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
+def hide_progress_bars() -> Iterator[None]:
     """Do without transformers' own progress bars, which break the status line."""
     from transformers.utils import logging
 
@@ -57,15 +60,15 @@ def convert_gguf(file: Path, out: Path) -> ConvertedBase:
 
     Weights are dequantized to fp32. Nothing of the file is run.
     """
-    refuse_taken(out, False, do="give --out FOLDER, a new one")
-    if not file.is_file() or _start(file) != b"GGUF":
+    check_file_free(out, False, do="give --out FOLDER, a new one")
+    if not file.is_file() or _read_magic(file) != b"GGUF":
         raise BadData(f"{file} is not a GGUF file", allowed="a file that starts with GGUF", do="check the path")
-    require("transformers", "gguf")
-    with without_bars():
-        return _convert(file, out)
+    check_packages_installed("transformers", "gguf")
+    with hide_progress_bars():
+        return _load_and_save_gguf(file, out)
 
 
-def _convert(file: Path, out: Path) -> ConvertedBase:
+def _load_and_save_gguf(file: Path, out: Path) -> ConvertedBase:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,7 +78,7 @@ def _convert(file: Path, out: Path) -> ConvertedBase:
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32, local_files_only=True)
     except Exception as error:  # a truncated file raises anything: struct.error, IndexError, ...
         raise BadData(
-            f"{file} cannot be converted: {in_one_line(error)[:200]}",
+            f"{file} cannot be converted: {format_error_line(error)[:200]}",
             allowed="an architecture and a quantization that transformers reads",
             do="copy the file again, or get the model as safetensors instead",
         ) from error
@@ -84,8 +87,10 @@ def _convert(file: Path, out: Path) -> ConvertedBase:
     config.__dict__.pop("quantization_config", None)
     plain = type(model)(config)
     plain.load_state_dict(model.state_dict())
-    failed = storing(f"{out} cannot be written", allowed="a writable folder with room", do="give --out FOLDER")
-    with failed, making_folder(out) as draft:
+    failed = replace_storage_errors(
+        f"{out} cannot be written", allowed="a writable folder with room", do="give --out FOLDER"
+    )
+    with failed, create_folder_atomically(out) as draft:
         plain.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
     parameters = sum(p.numel() for p in plain.parameters())

@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from halfstep.data.shard_index import PLACE, ShardIndex
-from halfstep.files import cache_folder, renaming
+from halfstep.files import find_cache_folder, replace_file_unflushed
 
 EVERY = 4096
 """Samples per count."""
@@ -19,7 +19,7 @@ _SEAL = 16
 """Bytes of the digest at the end of a kept share."""
 
 
-class Numbers(Sequence[int]):
+class SampleNumbers(Sequence[int]):
     """The numbers of the samples on one side of a share, in order."""
 
     def __init__(self, bits: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], samples: int, held_out: bool) -> None:
@@ -64,25 +64,29 @@ class Numbers(Sequence[int]):
         return found.hexdigest()
 
 
-def divided(index: ShardIndex, share: float, exact_place: Callable[[int], float]) -> tuple[Numbers, Numbers]:
-    """Return the numbers for training and for validation: those that `layout.held_out_by_place` chooses.
+def split_index_samples(
+    index: ShardIndex, share: float, exact_place: Callable[[int], float]
+) -> tuple[SampleNumbers, SampleNumbers]:
+    """Return the numbers for training and for validation: those that `layout.select_validation_by_position` chooses.
 
     `exact_place` is called for the few samples whose position the index does not tell apart from the share.
     """
     name = f"val-{share!r}"
     kept = [] if index.path is None else [index.path.with_name(f"{index.path.name}.{name}")]
-    kept.append(cache_folder() / "shards" / f"{index.seal[:32]}.{name}")
-    bits = next((found for path in kept if (found := _read(path, index, share)) is not None), None)
+    kept.append(find_cache_folder() / "shards" / f"{index.seal[:32]}.{name}")
+    bits = next((found for path in kept if (found := _read_share_bits(path, index, share)) is not None), None)
     if bits is None:
         bits = _select_held_out(index, share, exact_place)
         for path in kept:
             with suppress(OSError):
-                with renaming(path) as draft:
-                    draft.write_bytes(bits.tobytes() + _seal(index, share, bits))
+                with replace_file_unflushed(path) as draft:
+                    draft.write_bytes(bits.tobytes() + _compute_share_seal(index, share, bits))
                 break
     ones = np.add.reduceat(_ONES[bits], np.arange(0, len(bits), EVERY // 8), dtype=np.int64)
     counts = np.concatenate([[0], np.cumsum(ones)])
-    return Numbers(bits, counts, len(index), held_out=False), Numbers(bits, counts, len(index), held_out=True)
+    return SampleNumbers(bits, counts, len(index), held_out=False), SampleNumbers(
+        bits, counts, len(index), held_out=True
+    )
 
 
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1).astype(np.uint16)
@@ -110,15 +114,15 @@ def _select_held_out(index: ShardIndex, share: float, exact_place: Callable[[int
     return bits
 
 
-def _seal(index: ShardIndex, share: float, bits: np.ndarray[Any, Any]) -> bytes:
+def _compute_share_seal(index: ShardIndex, share: float, bits: np.ndarray[Any, Any]) -> bytes:
     return blake2b(bits.data, digest_size=_SEAL, key=f"{index.seal[:32]} {share!r}".encode()).digest()
 
 
-def _read(path: Path, index: ShardIndex, share: float) -> np.ndarray[Any, Any] | None:
+def _read_share_bits(path: Path, index: ShardIndex, share: float) -> np.ndarray[Any, Any] | None:
     """Return the bits of a share, mapped; None if they are missing, damaged, or of another index or share."""
     try:
         content = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError):
         return None
     bits, seal = content[:-_SEAL], content[-_SEAL:].tobytes()
-    return bits if seal == _seal(index, share, bits) else None
+    return bits if seal == _compute_share_seal(index, share, bits) else None

@@ -25,7 +25,7 @@ DEEPEST = 8
 """Levels of nested folders; more is a loop, or not a data set."""
 
 
-def existing(root: str | Path, what: str) -> Path:
+def require_folder(root: str | Path, what: str) -> Path:
     """Return the folder; raise BadData if it does not exist."""
     folder = Path(root)
     if not folder.is_dir():
@@ -37,24 +37,28 @@ def existing(root: str | Path, what: str) -> Path:
     return folder
 
 
-def image_files(root: Path, under: str = "") -> list[str]:
+def list_image_files(root: Path, under: str = "") -> list[str]:
     """Return the paths below `root` of the images in its folder `under`."""
     return find_files(root, SUFFIXES, under)
 
 
 def find_files(root: Path, suffixes: tuple[str, ...], under: str = "") -> list[str]:
     """Return the sorted paths below `root` of files with these suffixes in its folder `under`, without hidden ones."""
-    return sorted(path for path in _walk(root, under, os.path.realpath(root), 0) if path.lower().endswith(suffixes))
+    return sorted(
+        path
+        for path in _list_files_recursively(root, under, os.path.realpath(root), 0)
+        if path.lower().endswith(suffixes)
+    )
 
 
-def folders(root: Path) -> list[str]:
+def list_folders(root: Path) -> list[str]:
     """Return the sorted names of the folders in `root`, without hidden ones."""
     boundary = os.path.realpath(root)
     with _scan_folder(root) as entries:
         return sorted(e.name for e in entries if not e.name.startswith(".") and _is_inside(e, boundary) and e.is_dir())
 
 
-def _walk(root: Path, under: str, boundary: str, depth: int) -> list[str]:
+def _list_files_recursively(root: Path, under: str, boundary: str, depth: int) -> list[str]:
     if depth > DEEPEST:
         raise BadData(f"{root / under} is {depth} folders deep", allowed=f"at most {DEEPEST}", do="check for loops")
     found = []
@@ -64,7 +68,7 @@ def _walk(root: Path, under: str, boundary: str, depth: int) -> list[str]:
                 continue
             path = os.path.join(under, entry.name)
             if entry.is_dir():
-                found += _walk(root, path, boundary, depth + 1)
+                found += _list_files_recursively(root, path, boundary, depth + 1)
             else:
                 found.append(path)
     return found
@@ -121,11 +125,11 @@ Numbers: TypeAlias = "np.ndarray[Any, Any]"
 
 
 @contextmanager
-def opened(file: str | Path | bytes, name: str = "") -> Iterator[Image.Image]:
+def open_image(file: str | Path | bytes, name: str = "") -> Iterator[Image.Image]:
     """Open an image and read its header, not its pixels; every failure inside is a BadSample."""
     name = name or (f"{len(file)} bytes" if isinstance(file, bytes) else str(file))
     try:
-        with stream_of(file) as stream, warnings.catch_warnings():
+        with open_regular_file(file) as stream, warnings.catch_warnings():
             # Damaged metadata may be ignored; an image that could exhaust memory may not.
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -134,7 +138,7 @@ def opened(file: str | Path | bytes, name: str = "") -> Iterator[Image.Image]:
                 if isinstance(image, JpegImageFile):
                     _check_scans(image, stream)
                 yield image
-    except Unreadable as error:
+    except UnreadableFile as error:
         raise BadSample(name, str(error)) from None
     except UnidentifiedImageError:
         raise BadSample(name, f"not an image of a supported format ({', '.join(FORMATS)})") from None
@@ -166,7 +170,7 @@ def _check_scans(image: JpegImageFile, stream: IO[bytes]) -> None:
         stream.seek(place)
     # The quick count includes bytes of thumbnails, profiles and appended videos, which are not decoded.
     if len(_SCANS.findall(content)) > MOST_SCANS and _has_more_scans(content):
-        raise Unreadable(f"a JPEG of more than {MOST_SCANS} scans, each of which needs a pass over all pixels")
+        raise UnreadableFile(f"a JPEG of more than {MOST_SCANS} scans, each of which needs a pass over all pixels")
 
 
 def _has_one_scan(image: JpegImageFile, stream: IO[bytes], place: int) -> bool:
@@ -192,46 +196,46 @@ def _has_more_scans(content: bytes) -> bool:
     return scans > MOST_SCANS
 
 
-class Unreadable(Exception):
+class UnreadableFile(Exception):
     """A file that cannot be read, with the reason."""
 
 
 @contextmanager
-def stream_of(file: str | Path | bytes) -> Iterator[IO[bytes]]:
+def open_regular_file(file: str | Path | bytes) -> Iterator[IO[bytes]]:
     """Open a regular file that is neither empty nor too large; raise Unreadable for any other."""
     if isinstance(file, bytes):
-        _check_size(len(file), MOST_BYTES)
+        _check_file_size(len(file), MOST_BYTES)
         yield io.BytesIO(file)
         return
     try:
         # Opening a FIFO would otherwise wait for a writer.
         handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
-        raise Unreadable(error.strerror or type(error).__name__) from None
+        raise UnreadableFile(error.strerror or type(error).__name__) from None
     try:
-        check_regular(os.fstat(handle), MOST_BYTES)
-    except Unreadable:
+        check_regular_file(os.fstat(handle), MOST_BYTES)
+    except UnreadableFile:
         os.close(handle)
         raise
     with os.fdopen(handle, "rb") as stream:
         yield stream
 
 
-def check_regular(status: os.stat_result, most: int) -> None:
+def check_regular_file(status: os.stat_result, most: int) -> None:
     """Raise Unreadable for anything but a regular file, for an empty file, and for one of more than `most` bytes."""
     if not stat.S_ISREG(status.st_mode):
-        raise Unreadable("not a file but a folder, pipe or device")
-    _check_size(status.st_size, most)
+        raise UnreadableFile("not a file but a folder, pipe or device")
+    _check_file_size(status.st_size, most)
 
 
-def _check_size(size: int, most: int) -> None:
+def _check_file_size(size: int, most: int) -> None:
     if size == 0:
-        raise Unreadable("empty, 0 bytes")
+        raise UnreadableFile("empty, 0 bytes")
     if size > most:
-        raise Unreadable(f"{size:,} bytes, more than {most:,}")
+        raise UnreadableFile(f"{size:,} bytes, more than {most:,}")
 
 
-def orientation(image: Image.Image) -> int:
+def read_exif_orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 to 8; 1 where EXIF is damaged, which is common."""
     try:
         return int(image.getexif().get(0x0112, 1))
@@ -239,7 +243,7 @@ def orientation(image: Image.Image) -> int:
         return 1
 
 
-def values_in(image: Any, colors: bool = False) -> Numbers:
+def read_mask_values(image: Any, colors: bool = False) -> Numbers:
     """Return the values of an open mask, or its colors. Of a palette, the numbers count and not the colors."""
     import numpy as np  # here, because listing and opening files need none
 

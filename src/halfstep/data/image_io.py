@@ -19,7 +19,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.image_files import MOST_PIXELS, Numbers, Unreadable, opened, orientation, values_in
+from halfstep.data.image_files import (
+    MOST_PIXELS,
+    Numbers,
+    UnreadableFile,
+    open_image,
+    read_exif_orientation,
+    read_mask_values,
+)
 from halfstep.errors import BadData, BadSample, WrongUse
 
 _MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
@@ -33,60 +40,60 @@ def read_image(file: str | Path | bytes, channels: int = 3, name: str = "") -> T
     Gray becomes color by repetition, color becomes gray by luminance; CMYK and palettes become RGB; alpha is dropped
     for one or three channels and added opaque for two or four.
     """
-    with opened(file, name) as image:
-        return _read(image, channels)
+    with open_image(file, name) as image:
+        return _read_upright_tensor(image, channels)
 
 
-def from_pillow(image: Image.Image, channels: int = 3) -> Tensor:
+def convert_pillow_image(image: Image.Image, channels: int = 3) -> Tensor:
     """Return what `read_image` returns for the image's file; raise BadSample if it cannot be used."""
     try:
-        return _read(image, channels)
-    except Unreadable as error:
+        return _read_upright_tensor(image, channels)
+    except UnreadableFile as error:
         raise BadSample("a Pillow image", str(error)) from None
 
 
-def _read(image: Image.Image, channels: int) -> Tensor:
-    _require_bounded(image, channels)
-    return _apply_orientation(_tensor(image, channels), image)
+def _read_upright_tensor(image: Image.Image, channels: int) -> Tensor:
+    _check_pixel_count(image, channels)
+    return _apply_orientation(_convert_to_tensor(image, channels), image)
 
 
-def scaled(image: Tensor) -> Tensor:
+def scale_to_unit_range(image: Tensor) -> Tensor:
     """Return floating-point values: integers divided by the maximum of their dtype, others unchanged."""
     if image.is_floating_point():
         return image
     return image.to(torch.float32) / float(torch.iinfo(image.dtype).max)
 
 
-def resized(image: Tensor, size: tuple[int, int]) -> Tensor:
+def resize_image(image: Tensor, size: tuple[int, int]) -> Tensor:
     """Return channels × height × width in another size, bilinear and antialiased; 8 bits stay, others become floats.
 
     Pillow resizes each channel, as the code of an export does: torch rounds 8-bit values otherwise on each processor.
     """
     if tuple(image.shape[-2:]) == size:
         return image
-    planes = (image if image.dtype == torch.uint8 else scaled(image).float()).cpu().numpy()
+    planes = (image if image.dtype == torch.uint8 else scale_to_unit_range(image).float()).cpu().numpy()
     small = [np.asarray(Image.fromarray(plane).resize(size[::-1], Image.Resampling.BILINEAR)) for plane in planes]
     return torch.from_numpy(np.stack(small)).to(image.device)
 
 
-def _require_bounded(image: Image.Image, channels: int) -> None:
+def _check_pixel_count(image: Image.Image, channels: int) -> None:
     pages = channels if channels > 4 else 1
     if image.width * image.height * pages > MOST_PIXELS:
-        raise Unreadable(f"{image.width} × {image.height} pixels, more than {MOST_PIXELS:,}")
+        raise UnreadableFile(f"{image.width} × {image.height} pixels, more than {MOST_PIXELS:,}")
 
 
-def _tensor(image: Image.Image, channels: int) -> Tensor:
+def _convert_to_tensor(image: Image.Image, channels: int) -> Tensor:
     # A multi-page gray TIFF has one page per channel; for one channel, the first page is read.
     if channels > 1 and image.mode in _GRAY and _has_page(image, 1):
-        return _pages(image, channels)
+        return _read_pages(image, channels)
     if channels not in _MODES:
-        raise Unreadable(f"one page of kind {image.mode}, but {channels} channels need a TIFF of as many pages")
+        raise UnreadableFile(f"one page of kind {image.mode}, but {channels} channels need a TIFF of as many pages")
     return _read_one_page(image, channels)
 
 
 def _read_one_page(image: Image.Image, channels: int) -> Tensor:
     if image.mode in _WIDE:
-        gray = _plane(image)
+        gray = _read_gray_page(image)
         opaque = 1.0 if gray.dtype.is_floating_point else torch.iinfo(gray.dtype).max
         colors = [gray] * (1 if channels <= 2 else 3)
         return torch.stack(colors + [torch.full_like(gray, opaque)] * (channels % 2 == 0))
@@ -99,20 +106,20 @@ def _read_one_page(image: Image.Image, channels: int) -> Tensor:
     return torch.from_numpy(array.reshape(*array.shape[:2], channels)).permute(2, 0, 1).contiguous()
 
 
-def _pages(image: Image.Image, channels: int) -> Tensor:
+def _read_pages(image: Image.Image, channels: int) -> Tensor:
     planes = []
     size = image.size
     for page in range(channels):
         if not _has_page(image, page):
-            raise Unreadable(f"{page} pages, but {channels} channels need as many")
+            raise UnreadableFile(f"{page} pages, but {channels} channels need as many")
         image.seek(page)
         if image.size != size or image.mode not in _GRAY:
-            raise Unreadable(f"page {page + 1} is not gray, or differs in size from the first")
-        planes.append(_plane(image))
+            raise UnreadableFile(f"page {page + 1} is not gray, or differs in size from the first")
+        planes.append(_read_gray_page(image))
     if _has_page(image, channels):
-        raise Unreadable(f"more than {channels} pages, but {channels} channels need as many")
+        raise UnreadableFile(f"more than {channels} pages, but {channels} channels need as many")
     if len({plane.dtype for plane in planes}) > 1:
-        raise Unreadable("pages of different depth")
+        raise UnreadableFile("pages of different depth")
     return torch.stack(planes)
 
 
@@ -130,7 +137,7 @@ def _has_page(image: Image.Image, page: int) -> bool:
     return True
 
 
-def _plane(image: Image.Image) -> Tensor:
+def _read_gray_page(image: Image.Image) -> Tensor:
     """Return one gray page in its own depth."""
     if image.mode == "1":
         image = image.convert("L")
@@ -142,7 +149,7 @@ def _plane(image: Image.Image) -> Tensor:
 
 def _apply_orientation(tensor: Tensor, image: Image.Image) -> Tensor:
     """Apply the EXIF orientation, 1 to 8, as flips of the pixels."""
-    turned = orientation(image)
+    turned = read_exif_orientation(image)
     if turned not in range(2, 9):
         return tensor
     array = tensor.numpy()
@@ -178,24 +185,24 @@ class MaskClasses:
             )
 
 
-def mask_of(file: str | Path | bytes, mask_classes: MaskClasses, name: str) -> Tensor:
+def read_mask(file: str | Path | bytes, mask_classes: MaskClasses, name: str) -> Tensor:
     """Return height × width, a class number or `ignore_index` per pixel, as uint8, or int32 where that is too small.
 
     Raises BadSample if the file cannot be read, and BadData for a value without a class: the mask then contradicts
     the recipe, which no replacement sample can fix.
     """
-    with opened(file, name) as image:
-        _require_bounded(image, 1)
-        values = values_in(image, mask_classes.palette is not None)
+    with open_image(file, name) as image:
+        _check_pixel_count(image, 1)
+        values = read_mask_values(image, mask_classes.palette is not None)
     if mask_classes.palette is not None:
-        numbers = _classes_from_colors(values, mask_classes.palette, name)
+        numbers = _convert_colors_to_classes(values, mask_classes.palette, name)
     else:
-        numbers = _classes_from_values(_gray_of(values, name), mask_classes, name)
+        numbers = _convert_values_to_classes(_convert_to_gray(values, name), mask_classes, name)
     largest = max(mask_classes.classes - 1, mask_classes.ignore_index or 0)
     return torch.from_numpy(numbers).to(torch.uint8 if largest <= 255 else torch.int32)
 
 
-def _gray_of(values: Numbers, name: str) -> Numbers:
+def _convert_to_gray(values: Numbers, name: str) -> Numbers:
     """Return one value per pixel; raise BadData for a mask in color."""
     if values.ndim == 2:
         return values
@@ -210,7 +217,7 @@ def _gray_of(values: Numbers, name: str) -> Numbers:
     return values[..., 0]
 
 
-def _classes_from_colors(values: Numbers, palette: Palette, name: str) -> Numbers:
+def _convert_colors_to_classes(values: Numbers, palette: Palette, name: str) -> Numbers:
     # One integer per color: comparing integers is cheaper than comparing triples for every class.
     codes = (values.astype(np.int32) << np.array([16, 8, 0])).sum(-1)
     numbers = np.full(codes.shape, -1, np.int64)
@@ -226,17 +233,17 @@ def _classes_from_colors(values: Numbers, palette: Palette, name: str) -> Number
     return numbers
 
 
-def _classes_from_values(values: Numbers, mask_classes: MaskClasses, name: str) -> Numbers:
+def _convert_values_to_classes(values: Numbers, mask_classes: MaskClasses, name: str) -> Numbers:
     present = np.unique(values)
     if mask_classes.classes <= 2 and mask_classes.ignore_index != 255 and set(present.tolist()) <= {0, 255}:
         return np.equal(values, 255).astype(np.int64)
     wrong = [v for v in present.tolist() if not 0 <= v < mask_classes.classes and v != mask_classes.ignore_index]
     if wrong:
-        raise _unknown_value_error(wrong, mask_classes, name)
+        raise _build_unknown_value_error(wrong, mask_classes, name)
     return values.astype(np.int64)
 
 
-def _unknown_value_error(wrong: list[Any], mask_classes: MaskClasses, name: str) -> BadData:
+def _build_unknown_value_error(wrong: list[Any], mask_classes: MaskClasses, name: str) -> BadData:
     classes, ignored = mask_classes.classes, mask_classes.ignore_index
     allowed = f"0 to {classes - 1}"
     allowed += ", or a mask of 0 and 255 alone" if classes <= 2 and ignored != 255 else ""
@@ -255,7 +262,7 @@ FAR_ABOVE_1 = 4.0
 """A filter that overshoots gives values a little above 1, never this far."""
 
 
-def as_read(image: Any, channels: int) -> Tensor:
+def convert_to_image_tensor(image: Any, channels: int) -> Tensor:
     """Return channels × height × width: integers in their own range, floating-point values from 0 to 1.
 
     Raises BadSample for an unreadable path, and BadData for anything else that does not fit.
@@ -263,15 +270,15 @@ def as_read(image: Any, channels: int) -> Tensor:
     if isinstance(image, str | PathLike):
         return read_image(str(image), channels)
     if isinstance(image, Image.Image):
-        return from_pillow(image, channels)
+        return convert_pillow_image(image, channels)
     if isinstance(image, np.ndarray):
-        return _check_pixels(_array_to_tensor(image), channels, image)
+        return _check_pixels(_convert_array(image), channels, image)
     if isinstance(image, Tensor):
         return _check_pixels(image[None] if image.ndim == 2 else image, channels, image)
     raise BadData(f"a {type(image).__name__} for an image", allowed=ALLOWED, do="give the path of a file")
 
 
-def _array_to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+def _convert_array(array: np.ndarray[Any, Any]) -> Tensor:
     """Return a tensor with channels first; Pillow, OpenCV and imageio have rows and columns first."""
     if array.dtype.kind == "f":
         array = array.astype(np.float32)

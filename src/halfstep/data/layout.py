@@ -12,25 +12,25 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.image_files import SUFFIXES, existing
+from halfstep.data.image_files import SUFFIXES, require_folder
 from halfstep.data.sets import NAMES
-from halfstep.errors import BadData, BadRecipe, unknown_name
-from halfstep.files import cache_folder
+from halfstep.errors import BadData, BadRecipe, build_unknown_name_error
+from halfstep.files import find_cache_folder
 
 PREFIX = "cache:"
 
 
-def is_address(path: object) -> bool:
+def is_store_address(path: object) -> bool:
     """Return whether a path is the address of an object store, such as `s3://BUCKET/PREFIX`."""
     return isinstance(path, str) and "://" in path
 
 
-def data_place(path: str) -> Path:
+def resolve_data_path(path: str) -> Path:
     """Return the path; `cache:NAME` is a folder in the cache, such as `halfstep data get NAME` makes.
 
     Raises BadData if that is missing, or if this user may not look into the folder.
     """
-    if is_address(path):
+    if is_store_address(path):
         raise BadData(
             f"{path} is an address, and this setting takes a path",
             allowed="an address for data.path and data.val with data.name=shards; else a path",
@@ -38,14 +38,14 @@ def data_place(path: str) -> Path:
         )
     if not path.startswith(PREFIX):
         place = Path(os.path.expanduser(path))
-        _refuse_closed(place)
+        _check_folder_readable(place)
         return place
     name, _, below = path.removeprefix(PREFIX).partition("/")
     parts = [name, *Path(below).parts]
     # The path comes from a recipe, which must not lead out of the cache.
     if not name or ".." in parts or name.startswith(("/", "\\", ".")) or Path(below).is_absolute():
         raise BadData(f"the path {path!r}", allowed="cache:NAME or cache:NAME/FOLDER", do="write cache:cifar10")
-    folder = cache_folder() / "data" / name
+    folder = find_cache_folder() / "data" / name
     if not folder.is_dir():
         raise BadData(
             f"the data set {name!r} is not in {folder.parent}",
@@ -57,10 +57,10 @@ def data_place(path: str) -> Path:
 
 def check_store_data(data: Any) -> None:
     """Raise BadRecipe for an address in data.path that is none, or that has data which an object store cannot have."""
-    from halfstep.store.address import check_installed, parse_address  # not loaded for plain paths
+    from halfstep.store.address import check_obstore_installed, parse_address  # not loaded for plain paths
 
     parse_address(data.path, "data.path")
-    check_installed()
+    check_obstore_installed()
     if data.name != "shards" or getattr(data, "embeddings", None) is not None:
         wrong = f"data.name={data.name}" if data.name != "shards" else "data.embeddings"
         raise BadRecipe(
@@ -70,7 +70,7 @@ def check_store_data(data: Any) -> None:
         )
 
 
-def _refuse_closed(place: Path) -> None:
+def _check_folder_readable(place: Path) -> None:
     """Raise BadData for a folder without permission: `Path.is_dir` of its entries raises PermissionError."""
     try:
         os.stat(os.path.join(place, "."))
@@ -94,15 +94,15 @@ PLACE_PERSON = b"halfstep val"
 """Separates the hash of a sample's position from any other use of the same names."""
 
 
-def place_of(key: str) -> float:
+def compute_split_position(key: str) -> float:
     """Return a sample's position between 0 and 1, a hash of its name; those below the share are for validation."""
     digest = blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, person=PLACE_PERSON).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
-def places_of(keys: Iterable[str]) -> list[float]:
+def compute_split_positions(keys: Iterable[str]) -> list[float]:
     """Return the positions of samples."""
-    return [place_of(key) for key in keys]
+    return [compute_split_position(key) for key in keys]
 
 
 Rule = Callable[[Sequence[float], float], set[int]]
@@ -111,7 +111,7 @@ FEW = 1000
 """Of fewer samples than this, the share is exact: by chance, a share of a small set may be half or twice as large."""
 
 
-def held_out_by_place(places: Sequence[float], share: float) -> set[int]:
+def select_validation_by_position(places: Sequence[float], share: float) -> set[int]:
     """Return the samples below the share: an added sample moves no other. Neither side is empty."""
     chosen = {number for number, place in enumerate(places) if place < share}
     # Where chance leaves a side empty, the nearest sample is moved there.
@@ -119,23 +119,23 @@ def held_out_by_place(places: Sequence[float], share: float) -> set[int]:
     return chosen if len(chosen) < len(places) else chosen - {places.index(max(places))}
 
 
-def held_out_exactly(places: Sequence[float], share: float) -> set[int]:
+def select_validation_exactly(places: Sequence[float], share: float) -> set[int]:
     """Return the `round(share × samples)` samples with the smallest position, or of many those below the share."""
     if len(places) >= FEW:
-        return held_out_by_place(places, share)
+        return select_validation_by_position(places, share)
     count = min(max(1, round(share * len(places))), len(places) - 1)
     return set(sorted(range(len(places)), key=lambda number: places[number])[:count])
 
 
 HELD_OUT: dict[str | None, Rule] = {
-    "exact": held_out_exactly,
-    "by_place": held_out_by_place,
-    None: held_out_by_place,
+    "exact": select_validation_exactly,
+    "by_place": select_validation_by_position,
+    None: select_validation_by_position,
 }
 """The rules by their names in a recipe; a recipe of an earlier version has none."""
 
 
-def usual_share(samples: int) -> float:
+def choose_validation_share(samples: int) -> float:
     """Return the validation share of a set of this size where none is given."""
     return round(min(USUAL_SHARE, max(SMALLEST_SHARE, ENOUGH / max(samples, 1))), 3)
 
@@ -178,11 +178,11 @@ class Layout:
 
 def find_layout(root: str | Path, task: str | None = None, masks: str | Path | None = None) -> Layout:
     """Return the layout of a folder, recognized by the names in it; raise BadData with advice if there is none."""
-    folder = existing(root, "the data folder")
+    folder = require_folder(root, "the data folder")
     if task is not None and task not in RECIPES:
-        raise unknown_name("task", task, RECIPES)
+        raise build_unknown_name_error("task", task, RECIPES)
     if masks is not None:
-        return Layout(SEGMENTATION, folder, {ALL: SplitFolder(folder, existing(masks, "the mask folder"))})
+        return Layout(SEGMENTATION, folder, {ALL: SplitFolder(folder, require_folder(masks, "the mask folder"))})
     splits = {name: folder / name for name in _SPLITS if (folder / name).is_dir()}
     # A folder named val or test alone may be a class.
     if TRAIN not in splits:
@@ -194,28 +194,28 @@ def find_layout(root: str | Path, task: str | None = None, masks: str | Path | N
         return Layout(
             SEGMENTATION, folder, {name: SplitFolder(p / "images", p / "masks") for name, p in places.items()}
         )
-    looks_like_pairs = _find_name(folder, _IMAGES) is not None and _find_name(folder, _MASKS) is not None
+    looks_like_pairs = _find_folder_name(folder, _IMAGES) is not None and _find_folder_name(folder, _MASKS) is not None
     if task != SEGMENTATION and not looks_like_pairs:
         # Classes are folders of images.
         found = {
             name: SplitFolder(place)
             for name, place in places.items()
-            if any(_holds_images(place / one) for one in _folders(place))
+            if any(_has_images(place / one) for one in _list_folder_names(place))
         }
         if TRAIN in found or ALL in found:
             return Layout(CLASSIFICATION, folder, found)
-    raise _unrecognized_error(folder, task)
+    raise _build_layout_error(folder, task)
 
 
-def _unrecognized_error(folder: Path, task: str | None) -> BadData:
+def _build_layout_error(folder: Path, task: str | None) -> BadData:
     wanted = "images/ and masks/ with one mask for each image" if task != CLASSIFICATION else ""
     classes = "a folder for each class, with images in it" if task != SEGMENTATION else ""
     allowed = f"{folder}/ with {', or '.join(filter(None, (wanted, classes)))}; or the same in train/ and val/"
-    images, masks = _find_name(folder, _IMAGES), _find_name(folder, _MASKS)
+    images, masks = _find_folder_name(folder, _IMAGES), _find_folder_name(folder, _MASKS)
     if task != CLASSIFICATION and images and masks:
         given = f"{folder} contains {images} and {masks}, not images and masks"
         return BadData(given, allowed=allowed, do=f"give --data_dir {folder / images} --masks {folder / masks}")
-    if _holds_images(folder):
+    if _has_images(folder):
         where = "images/, and their masks into masks/" if task != CLASSIFICATION else "a folder for each class"
         return BadData(
             f"{folder} contains images, but no folders for them", allowed=allowed, do=f"move them into {where}"
@@ -223,22 +223,22 @@ def _unrecognized_error(folder: Path, task: str | None) -> BadData:
     if any(folder.glob("*.tar")):
         do = f"train on them with data.name=shards; halfstep data index {folder} reads each file completely"
         return BadData(f"{folder} contains .tar shards", allowed=allowed, do=do)
-    found = ", ".join(_folders(folder)[:8]) or "no folder at all"
+    found = ", ".join(_list_folder_names(folder)[:8]) or "no folder at all"
     do = "give the folder above or below it, or rename these; text becomes tokens first: halfstep data tokens"
     return BadData(f"{folder} contains {found}", allowed=allowed, do=do)
 
 
-def _find_name(folder: Path, names: Iterable[str]) -> str | None:
-    found = {name.lower(): name for name in _folders(folder)}
+def _find_folder_name(folder: Path, names: Iterable[str]) -> str | None:
+    found = {name.lower(): name for name in _list_folder_names(folder)}
     return next((found[name] for name in names if name in found), None)
 
 
-def _folders(folder: Path) -> list[str]:
+def _list_folder_names(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
 
 
-def _holds_images(folder: Path) -> bool:
+def _has_images(folder: Path) -> bool:
     try:
         with os.scandir(folder) as entries:
             return any(entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") for entry in entries)

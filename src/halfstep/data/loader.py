@@ -21,14 +21,21 @@ from halfstep.data.dataset import (
     ReadSample,
     Samples,
     ValSamples,
-    derive,
+    derive_seed,
     is_finite,
-    seeded,
+    seed_generators_temporarily,
 )
 from halfstep.data.to_device import move_to_device
-from halfstep.data.worker_processes import POLL, Deadline, SentKeys, TooSlow, Worker, from_workers
+from halfstep.data.worker_processes import (
+    POLL,
+    SampleTimeout,
+    SentKeys,
+    WorkerDeadline,
+    WorkerInitializer,
+    iterate_worker_batches,
+)
 from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
-from halfstep.out_of_memory import for_workers
+from halfstep.out_of_memory import convert_worker_error
 
 if TYPE_CHECKING:
     from halfstep.data.shard_check import BackgroundCheck
@@ -41,7 +48,7 @@ GivenUp = Callable[[str, str], None]
 """A callback with the name of a sample that took too long, and the reason, at the moment it is given up."""
 
 
-def _ignore(name: str, reason: str) -> None: ...
+def _ignore_slow_sample(name: str, reason: str) -> None: ...
 
 
 class TrainLoader:
@@ -65,7 +72,7 @@ class TrainLoader:
         self.samples, self.order, self.timeout = samples, order, timeout
         self.while_waiting: Callable[[], None] = lambda: None
         """Called every second in which the workers have no batch; may raise."""
-        self.given_up: GivenUp = _ignore
+        self.given_up: GivenUp = _ignore_slow_sample
         self.background: BackgroundCheck | None = None
         """Verifies some of the data while an epoch is read."""
         self.announce: Callable[[list[tuple[int, int]]], None] = lambda chunks: None
@@ -74,7 +81,7 @@ class TrainLoader:
         """Whether the first chunks of an epoch are announced at the end of the one before."""
         self.share = RankShare(batch_size, microbatches, rank, size, order.has_lanes)
         self._collate, self.workers = SeededCollate(collate, samples.seed), workers
-        self._to_device = ToDevice(torch.device(device), channels_last)
+        self._to_device = DeviceMover(torch.device(device), channels_last)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -85,7 +92,7 @@ class TrainLoader:
         """Yield the micro-batches of each step, from step `first` to the end of the epoch."""
         keys = self._keys(epoch, first)
         reading = LoaderOptions(self.workers, self._to_device.pins, self.timeout, self.while_waiting, self.given_up)
-        read = _read(self.samples, keys, self._collate, reading)
+        read = _read_batches(self.samples, keys, self._collate, reading)
         windows = self._windows_of(read)
         yield from self.background.verified(epoch, windows) if self.background else windows
 
@@ -105,7 +112,7 @@ class TrainLoader:
     def read_batch(self) -> Batch:
         """Return the first batch, read in this process and left on the host."""
         keys = ([(0, number) for number in batch] for batch in self.share.batches(self.order.numbers(0)))
-        return next(iter(_read(self.samples, keys, self._collate, LoaderOptions())))
+        return next(iter(_read_batches(self.samples, keys, self._collate, LoaderOptions())))
 
 
 class ValLoader:
@@ -127,9 +134,9 @@ class ValLoader:
         self.samples, self.share, self.timeout = samples, RankShare(batch_size, 1, rank, size), timeout
         self.while_waiting: Callable[[], None] = lambda: None
         """Called every second in which the workers have no batch; may raise."""
-        self.given_up: GivenUp = _ignore
+        self.given_up: GivenUp = _ignore_slow_sample
         self._collate, self._workers = SeededCollate(collate, samples.seed), workers
-        self._to_device = ToDevice(torch.device(device), channels_last)
+        self._to_device = DeviceMover(torch.device(device), channels_last)
 
     def __len__(self) -> int:
         """Return the number of batches if all samples are good."""
@@ -138,12 +145,12 @@ class ValLoader:
     def read(self, numbers: Sequence[int]) -> Batch:
         """Return these samples as one batch, read in this process, without the bad ones."""
         keys = iter([[(0, number) for number in numbers]])
-        return self._to_device(next(iter(_read(self.samples, keys, self._collate, LoaderOptions()))))
+        return self._to_device(next(iter(_read_batches(self.samples, keys, self._collate, LoaderOptions()))))
 
     def __iter__(self) -> Iterator[Batch]:
         keys = ([(0, number) for number in batch] for batch in self.share.once(len(self.samples)))
         reading = LoaderOptions(self._workers, self._to_device.pins, self.timeout, self.while_waiting, self.given_up)
-        read = _read(self.samples, keys, self._collate, reading)
+        read = _read_batches(self.samples, keys, self._collate, reading)
         yield from map(self._to_device, _skip_empty_batches(read))
 
 
@@ -164,14 +171,14 @@ class SeededCollate:
         # Before mixing: afterward, a sample mixed with a bad one looks just as bad.
         nonfinite = [number for sample, number in good if not is_finite(sample)]
         try:
-            with seeded(derive(self.seed, "batch", items[0].epoch, items[0].number)):
+            with seed_generators_temporarily(derive_seed(self.seed, "batch", items[0].epoch, items[0].number)):
                 tensors = self.collate([sample for sample, _ in good])
         except HalfstepError as error:
             return error
         return Batch(tensors, [number for _, number in good], replaced, nonfinite)
 
 
-class ToDevice:
+class DeviceMover:
     """The transfer of a batch to the device, in the memory format of the model."""
 
     def __init__(self, device: torch.device, channels_last: bool) -> None:
@@ -196,10 +203,10 @@ class LoaderOptions:
     timeout: float = 0.0
     """Seconds for a sample; 0 for no limit."""
     while_waiting: Callable[[], None] = lambda: None
-    given_up: GivenUp = _ignore
+    given_up: GivenUp = _ignore_slow_sample
 
 
-def _read(
+def _read_batches(
     samples: Samples | ValSamples, keys: Iterator[list[Key]], collate_fn: SeededCollate, how: LoaderOptions
 ) -> Iterator[Batch]:
     """Yield the batches of these keys in order; raise a worker's error as if it had happened here.
@@ -214,7 +221,7 @@ def _read(
                 if isinstance(read, HalfstepError):
                     raise read
                 yield read
-        except TooSlow as slow:
+        except SampleTimeout as slow:
             samples.too_slow[slow.number] = slow.reason
             how.given_up(samples.source.name(slow.number), slow.reason)
             given = given.unread()
@@ -224,9 +231,9 @@ def _read_with_workers(
     samples: Samples | ValSamples, given: SentKeys, collate_fn: SeededCollate, how: LoaderOptions
 ) -> Iterator[Read]:
     try:
-        worker = Worker(how.workers) if how.workers else None
+        worker = WorkerInitializer(how.workers) if how.workers else None
     except OSError as error:  # its numbers are in shared memory
-        raise for_workers(error) or error from error
+        raise convert_worker_error(error) or error from error
     loader: Any = DataLoader(
         samples,
         batch_sampler=given,  # type: ignore[arg-type]
@@ -243,20 +250,20 @@ def _read_with_workers(
             given.came_back()
             yield read
         return
-    deadline = Deadline(worker.at, how.timeout)
+    deadline = WorkerDeadline(worker.at, how.timeout)
 
     def wait() -> None:
         how.while_waiting()
         deadline.look()
 
-    yield from _require_live_workers(from_workers(loader, given, worker, wait))
+    yield from _replace_worker_errors(iterate_worker_batches(loader, given, worker, wait))
 
 
-def _require_live_workers(batches: Iterator[Read]) -> Iterator[Read]:
+def _replace_worker_errors(batches: Iterator[Read]) -> Iterator[Read]:
     try:
         yield from batches
     except (RuntimeError, OSError) as error:
-        if (failed := for_workers(error)) is not None:
+        if (failed := convert_worker_error(error)) is not None:
             raise failed from error
         if not str(error).startswith("DataLoader worker"):
             raise
@@ -314,24 +321,24 @@ def choose_workers(
     samples: Samples, order: Order, collate: Collate, batch_size: int, *, cores: int, computes_on_cores: bool
 ) -> tuple[int, str]:
     """Return the number of workers for each device, and the reason. `cores` are those that this device may use."""
-    pace = measured(samples, order, collate, batch_size)
-    return chosen(pace, cores, computes_on_cores)
+    pace = measure_read_pace(samples, order, collate, batch_size)
+    return choose_workers_for_pace(pace, cores, computes_on_cores)
 
 
-def chosen(pace: ReadPace, cores: int, computes_on_cores: bool) -> tuple[int, str]:
+def choose_workers_for_pace(pace: ReadPace, cores: int, computes_on_cores: bool) -> tuple[int, str]:
     """Return the number of workers for this pace, and the reason."""
     took = f"a batch takes {pace.seconds * 1e3:.3g} ms to read"
     if pace.seconds < NOTHING:
         return 0, f"{took}, less than sending it from another process"
     if computes_on_cores:
-        return _workers_beside_training(pace, cores, took)
+        return _choose_workers_beside_training(pace, cores, took)
     wanted = max(2, round(pace.seconds / FAST_STEP + 0.5))
     workers = max(1, min(wanted, cores - 1, MOST))
     limit = f", of {wanted} that would keep up with steps of {FAST_STEP * 1e3:.0f} ms" if workers < wanted else ""
     return workers, f"{took}, and there are {cores} cores{limit}"
 
 
-def _workers_beside_training(pace: ReadPace, cores: int, took: str) -> tuple[int, str]:
+def _choose_workers_beside_training(pace: ReadPace, cores: int, took: str) -> tuple[int, str]:
     if pace.waiting > 0.5:
         return min(2, max(1, cores)), f"{took}, {pace.waiting:.0%} of it waiting for the disk"
     # With few cores, workers only take time from the training.
@@ -341,7 +348,7 @@ def _workers_beside_training(pace: ReadPace, cores: int, took: str) -> tuple[int
     return workers, f"{took}, and the training leaves {workers} of {cores} cores for it"
 
 
-def measured(samples: Samples, order: Order, collate: Collate, batch_size: int) -> ReadPace:
+def measure_read_pace(samples: Samples, order: Order, collate: Collate, batch_size: int) -> ReadPace:
     """Return the median of the first few batches; the very first, which warms up caches, does not count."""
     collate_fn = SeededCollate(collate, samples.seed)
     batches = RankShare(batch_size).batches(order.numbers(0))

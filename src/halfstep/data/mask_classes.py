@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.data.image_files import Numbers, values_in
+from halfstep.data.image_files import Numbers, read_mask_values
 
 NO_CLASS = 255
 """The value of pixels without a class, in sets with class numbers."""
@@ -48,9 +48,9 @@ class MaskCounts:
         return "black and white" if set(self.pixels) <= {0, 255} else "numbers"
 
 
-def counts_in(image: Any) -> MaskCounts:
+def count_mask_values(image: Any) -> MaskCounts:
     """Count the values of an open mask; gray in three channels is gray."""
-    values = values_in(image)
+    values = read_mask_values(image)
     if values.ndim == 3 and (values[..., 0] == values[..., 1]).all() and (values[..., 0] == values[..., 2]).all():
         values = values[..., 0]
     if values.ndim == 2:
@@ -85,7 +85,7 @@ class MaskReading:
     def class_of(self, value: int, mask: MaskCounts) -> int | None:
         """Return the class of a value of this mask; None if it has none."""
         if self.palette is not None:
-            color = color_of(value) if mask.in_color else (value, value, value)
+            color = decode_color(value) if mask.in_color else (value, value, value)
             return self.palette.index(color) if color in self.palette else None
         if mask.in_color or value == self.ignore_index:
             return None
@@ -99,43 +99,43 @@ class MaskReading:
         return [value for value in mask.pixels if value != ignored and self.class_of(value, mask) is None]
 
 
-def read_masks_as(masks: Sequence[MaskCounts], classes: int | None = None) -> MaskReading:
+def infer_mask_reading(masks: Sequence[MaskCounts], classes: int | None = None) -> MaskReading:
     """Return how a set of such masks is read; the most frequent form decides. `classes` is the user's number."""
     forms = Counter(mask.form for mask in masks if mask.form)
     usual = forms.most_common(1)[0][0] if forms else "black and white"
     alike = [mask for mask in masks if mask.form == usual]
     if usual == "black and white":
         if (classes or 2) != 2:
-            return _reading_of_numbers(classes)
+            return _build_number_reading(classes)
         ones = sum(not mask.in_color and 1 in mask.pixels and set(mask.pixels) <= {0, 1} for mask in masks)
         white = f"255 (in {ones} masks 1)" if ones else "255"
         return MaskReading(2, f"0 is the background, {white} the foreground")
     if usual == "numbers":
-        return _read_numbers(alike, classes)
+        return _infer_number_classes(alike, classes)
     if usual == "colours":
-        return _read_colors(masks)
+        return _infer_color_classes(masks)
     return MaskReading(classes or 2, "shades between classes, which belong to none")
 
 
-def _read_numbers(masks: Sequence[MaskCounts], classes: int | None) -> MaskReading:
-    present, common = _present(masks)
+def _infer_number_classes(masks: Sequence[MaskCounts], classes: int | None) -> MaskReading:
+    present, common = _collect_mask_values(masks)
     ignored = NO_CLASS if NO_CLASS in common and (classes or 0) <= NO_CLASS else None
     if classes is not None:
-        return _reading_of_numbers(classes, ignored)
+        return _build_number_reading(classes, ignored)
     numbers = sorted(value for value in common if value != ignored)
     count = max(numbers, default=0) + 1
     # A rare class counts where no number below it is missing; a single distant value is a mistake in its mask.
     count += len(list(takewhile(lambda value: value in present, range(count, NO_CLASS))))
     # Sparse values such as 0, 85, 170 are grays for display, not class numbers; palette indices are always numbers.
     if count <= max(2 * len(numbers) + 2, 4) or any(mask.is_indexed for mask in masks):
-        return _reading_of_numbers(max(count, 2), ignored)
+        return _build_number_reading(max(count, 2), ignored)
     palette = tuple((value, value, value) for value in sorted(common))
     if len(palette) < 2:
         return MaskReading(2, f"nothing but {palette[0][0]}")
-    return MaskReading(len(palette), _list_values("grays", [c[0] for c in palette]), palette=palette)
+    return MaskReading(len(palette), _describe_values("grays", [c[0] for c in palette]), palette=palette)
 
 
-def _present(masks: Iterable[MaskCounts]) -> tuple[set[int], set[int]]:
+def _collect_mask_values(masks: Iterable[MaskCounts]) -> tuple[set[int], set[int]]:
     """Return the values in these masks, and those that are not rare."""
     found = Counter(value for mask in masks for value in mask.pixels)
     total = max(found.values(), default=0)
@@ -144,32 +144,32 @@ def _present(masks: Iterable[MaskCounts]) -> tuple[set[int], set[int]]:
     return set(found), {value for value, times in found.items() if times > few}
 
 
-def _reading_of_numbers(count: int | None, ignored: int | None = None) -> MaskReading:
+def _build_number_reading(count: int | None, ignored: int | None = None) -> MaskReading:
     classes = count or 2
     words = f"class numbers, 0 to {classes - 1}"
     words += f"; {ignored} belongs to no class" if ignored is not None else ""
     return MaskReading(classes, words, ignore_index=ignored)
 
 
-def _read_colors(masks: Sequence[MaskCounts]) -> MaskReading:
+def _infer_color_classes(masks: Sequence[MaskCounts]) -> MaskReading:
     counts: Counter[Color] = Counter()
     for mask in masks:
         if mask.form in ("colours", ""):
             for value, pixels in mask.pixels.items():
-                counts[color_of(value) if mask.in_color else (value, value, value)] += pixels
+                counts[decode_color(value) if mask.in_color else (value, value, value)] += pixels
     if not 2 <= len(counts) <= min(MOST_VALUES, _MOST_CLASSES):
         return MaskReading(2, f"{len(counts)} different colors, which are not classes")
     # Class 0 is the background by convention: black, or else the most frequent color.
     background = (0, 0, 0) if (0, 0, 0) in counts else counts.most_common(1)[0][0]
     palette = (background, *sorted(color for color in counts if color != background))
-    return MaskReading(len(palette), _list_values("colours", [list(c) for c in palette]), palette=palette)
+    return MaskReading(len(palette), _describe_values("colours", [list(c) for c in palette]), palette=palette)
 
 
-def _list_values(kind: str, values: Sequence[Any]) -> str:
+def _describe_values(kind: str, values: Sequence[Any]) -> str:
     first = ", ".join(f"{value} is class {number}" for number, value in enumerate(values[:4]))
     return f"{kind}: {first}{f' and {len(values) - 4} more' if len(values) > 4 else ''}"
 
 
-def color_of(code: int) -> Color:
+def decode_color(code: int) -> Color:
     """Return red, green and blue of a color code."""
     return code >> 16, code >> 8 & 255, code & 255

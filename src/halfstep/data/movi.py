@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 
 from halfstep.data.dataset import BadSample, Files, Sample
-from halfstep.data.file_state import FileState, RecordedFile, block_starts, change_since, content_digest
-from halfstep.data.image_files import existing, find_files
+from halfstep.data.file_state import (
+    FileState,
+    RecordedFile,
+    compute_block_digest,
+    describe_file_change,
+    list_block_offsets,
+)
+from halfstep.data.image_files import find_files, require_folder
 from halfstep.data.shard_bytes import read_parts
-from halfstep.data.shard_scan import not_a_shard, shown
-from halfstep.data.tar_members import DamagedTar, opened_tar
-from halfstep.data.video import MOST_CLIP_PIXELS, in_order
+from halfstep.data.shard_scan import build_shard_error, decode_member_name
+from halfstep.data.tar_members import DamagedTar, open_tar
+from halfstep.data.video import MOST_CLIP_PIXELS, build_natural_key
 from halfstep.errors import BadData
 
 VIDEO, THINGS = ".video.npy", ".segmentations.npy"
@@ -47,7 +53,7 @@ class Recording(NamedTuple):
     things: ArrayPlace | None
 
 
-class Header(NamedTuple):
+class ArrayHeader(NamedTuple):
     """The shape and dtype of an array, and the offset of its values."""
 
     frames: int
@@ -64,11 +70,11 @@ class MoviShards:
     notices_changes = True
 
     def __init__(self, root: str | Path, split: str = "train") -> None:
-        self.root = existing(root, "the folder of MOVi's shards")
-        shards = _shards_of_split(find_files(self.root, (".tar",)), split)
+        self.root = require_folder(root, "the folder of MOVi's shards")
+        shards = _select_split_shards(find_files(self.root, (".tar",)), split)
         # Recorded before they are scanned: what changes in between is noticed.
         self._shards = {shard: _record_shard(self.root / shard) for shard in shards}
-        self._found = [one for shard in shards for one in _scan_shard(self.root, shard)]
+        self._found = [one for shard in shards for one in _list_recordings(self.root, shard)]
         if not self._found:
             raise BadData(
                 f"{self.root} contains no recording of the split {split!r}",
@@ -115,10 +121,10 @@ class MoviShards:
         shard = self._found[number].shard
         return [(shard, self.root / shard)]
 
-    def _header(self, number: int, part: ArrayPlace, channels: int) -> Header:
+    def _header(self, number: int, part: ArrayPlace, channels: int) -> ArrayHeader:
         head = self._read(number, part.start, min(part.size, _LONGEST_HEADER))
         try:
-            found = read_header(head)
+            found = parse_npy_header(head)
         except ValueError as error:
             raise BadSample(self.name(number), str(error)) from None
         pixels = found.frames * found.height * found.width * found.channels
@@ -144,7 +150,7 @@ class MoviShards:
         def check(now: FileState) -> None:
             if now == self._shards[shard].state:
                 return
-            if change := change_since(self._shards[shard], now, self.root / shard):
+            if change := describe_file_change(self._shards[shard], now, self.root / shard):
                 raise BadSample(self.name(number), change.replace("its file", "its shard"))
             # Its content was compared, which need not be done again.
             self._shards[shard] = self._shards[shard]._replace(state=now)
@@ -157,12 +163,14 @@ def _record_shard(shard: Path) -> RecordedFile:
     """Return the state of a shard, with a digest of a few of its blocks; raise BadData if it cannot be read."""
     try:
         state = FileState.of(shard.stat())
-        return RecordedFile(state, content_digest(shard, block_starts(state.size, whole=False)), whole=False)
+        return RecordedFile(
+            state, compute_block_digest(shard, list_block_offsets(state.size, whole=False)), whole=False
+        )
     except OSError as error:
-        raise not_a_shard(shard, error.strerror or type(error).__name__) from error
+        raise build_shard_error(shard, error.strerror or type(error).__name__) from error
 
 
-def _shards_of_split(shards: list[str], split: str) -> list[str]:
+def _select_split_shards(shards: list[str], split: str) -> list[str]:
     """Return the shards of a split by name or folder; all, for training, where no name contains a split."""
 
     def names_split(name: str, word: str) -> bool:
@@ -173,21 +181,21 @@ def _shards_of_split(shards: list[str], split: str) -> list[str]:
     return own or (shards if split == "train" and unnamed else [])
 
 
-def _scan_shard(root: Path, shard: str) -> list[Recording]:
+def _list_recordings(root: Path, shard: str) -> list[Recording]:
     found: dict[str, dict[str, ArrayPlace]] = {}
     try:
-        with opened_tar(root / shard) as tar:
+        with open_tar(root / shard) as tar:
             for member in tar.members():
-                key, dot, kind = shown(member.name).partition(".")
+                key, dot, kind = decode_member_name(member.name).partition(".")
                 if dot + kind in (VIDEO, THINGS):
                     found.setdefault(key, {})[dot + kind] = ArrayPlace(member.at, member.size)
     except (DamagedTar, OSError) as error:
-        raise not_a_shard(root / shard, str(error), f"plain, whole tar files: {LAYOUT}") from error
-    keys = sorted((key for key, parts in found.items() if VIDEO in parts), key=in_order)
+        raise build_shard_error(root / shard, str(error), f"plain, whole tar files: {LAYOUT}") from error
+    keys = sorted((key for key, parts in found.items() if VIDEO in parts), key=build_natural_key)
     return [Recording(shard, key, found[key][VIDEO], found[key].get(THINGS)) for key in keys]
 
 
-def read_header(content: bytes) -> Header:
+def parse_npy_header(content: bytes) -> ArrayHeader:
     """Return the header of an .npy file in C order with four axes; raise ValueError if it is another."""
     file = io.BytesIO(content)
     try:
@@ -198,4 +206,4 @@ def read_header(content: bytes) -> Header:
         raise ValueError("no .npy array, or one with a header that cannot be read") from None
     if kind not in (np.uint8, np.uint16) or turned or len(shape) != 4 or min(shape) < 1:
         raise ValueError(f"an array of {shape} and {kind}; frames × height × width × channels of uint8 are wanted")
-    return Header(*shape, kind, file.tell())
+    return ArrayHeader(*shape, kind, file.tell())

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.dataset import Order, RankShare, derive
+from halfstep.data.dataset import Order, RankShare, derive_seed
 
 FEW = 65_536
 """Numbers below which a permutation is drawn: the network is uniform on many numbers only."""
@@ -111,7 +111,7 @@ class FeistelOrder(Order):
 
     def numbers(self, epoch: int) -> Permutation:
         """Return each number once, on demand."""
-        return Permutation(self.size, derive(self.seed, "order", epoch))
+        return Permutation(self.size, derive_seed(self.seed, "order", epoch))
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class WindowOrder(Order):
             self.lanes //= 2
         self.open = max(1, window // self.lanes)
         """Chunks that a lane has open at once."""
-        self.by_run = Permutation(size // chunk, derive(seed, "chunks"))
+        self.by_run = Permutation(size // chunk, derive_seed(seed, "chunks"))
 
     def mixing(self, classes: int) -> float:
         """Return how well a step mixes a set that is sorted by class: the expected z of chi-square of its classes.
@@ -202,7 +202,7 @@ class EpochWindows:
         return found
 
     def _make_window(self, lane: int, window: int, size: int) -> Permutation:
-        return Permutation(size, derive(self.order.seed, "window", self.epoch, lane, window))
+        return Permutation(size, derive_seed(self.order.seed, "window", self.epoch, lane, window))
 
 
 class _Lane:
@@ -215,7 +215,7 @@ class _Lane:
         self.head = min(-self.begin % chunk, self.size)
         self.whole = (self.size - self.head) // chunk
         self.windows = max(1, -(-self.whole // order.open))
-        self._by_epoch = Permutation(self.whole, derive(order.seed, "chunks", epoch, number))
+        self._by_epoch = Permutation(self.whole, derive_seed(order.seed, "chunks", epoch, number))
 
     def first_chunk(self, window: int) -> int:
         """Return the number in this lane of the first whole chunk of a window."""

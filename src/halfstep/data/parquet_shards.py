@@ -18,14 +18,14 @@ import numpy as np
 from halfstep.data.dataset import BadSample
 from halfstep.data.file_state import FileState
 from halfstep.data.image_files import MOST_BYTES
-from halfstep.data.layout import PLACE_PERSON, is_address
-from halfstep.data.shard_bytes import Part, joined
+from halfstep.data.layout import PLACE_PERSON, is_store_address
+from halfstep.data.shard_bytes import Part, merge_near_parts
 from halfstep.data.shard_index import SampleRow
 from halfstep.data.shard_scan import LARGEST_LABEL, MASK_PERSON, NONE, PARQUET, ShardRows
-from halfstep.data.shards import Content, Shards, shard_paths
-from halfstep.data.tar_members import BLOCK, DamagedTar, digest_of
-from halfstep.errors import missing_extra
-from halfstep.host_memory import free_memory
+from halfstep.data.shards import SampleBytes, Shards, list_shard_paths
+from halfstep.data.tar_members import BLOCK, DamagedTar, compute_bytes_digest
+from halfstep.errors import convert_import_error
+from halfstep.host_memory import read_free_memory
 
 LEAST_KEPT = 2**26
 IMAGES, LABELS, MASKS = ("image", "img"), ("label", "labels", "fine_label"), ("mask", "annotation", "label")
@@ -39,12 +39,12 @@ def open_shards(root: str | Path, *given: Any, store: Any = None, **options: Any
 
     `store` is the section of that name of a recipe.
     """
-    if is_address(root):
+    if is_store_address(root):
         from halfstep.data.store_shards import StoreShards  # not loaded for plain paths
 
         more = {} if store is None else {"patience": store.patience, "cache": store.cache}
         return StoreShards(str(root), *given, **more, **options)
-    kind = ParquetShards if shard_paths(root)[0].suffix == PARQUET else Shards
+    kind = ParquetShards if list_shard_paths(root)[0].suffix == PARQUET else Shards
     return kind(root, *given, **options)
 
 
@@ -65,10 +65,10 @@ class RowGroup(NamedTuple):
         image, label, mask = found
         if label is not None and label > LARGEST_LABEL:
             raise DamagedTar(f"row {number} has the class number {label}, more than {LARGEST_LABEL:,}")
-        return _bytes_of(image), NONE if label is None or label < 0 else int(label), _bytes_of(mask)
+        return _extract_bytes(image), NONE if label is None or label < 0 else int(label), _extract_bytes(mask)
 
 
-def _bytes_of(value: Any) -> bytes | None:
+def _extract_bytes(value: Any) -> bytes | None:
     content = value.get("bytes") if isinstance(value, dict) else value
     return content if isinstance(content, bytes) else None
 
@@ -82,11 +82,11 @@ class ParquetReader:
 
             self._file = ParquetFile(path, pre_buffer=False)
         except ImportError as error:
-            raise missing_extra(error) or error from None
+            raise convert_import_error(error) or error from None
         except Exception as error:  # pyarrow has its own kinds of ValueError, OSError and KeyError
             raise DamagedTar(f"no Parquet file: {str(error)[:200]}") from None
         schema = self._file.schema_arrow
-        kinds = {name: _kind(schema.field(name).type) for name in schema.names}
+        kinds = {name: _classify_column(schema.field(name).type) for name in schema.names}
         wanted = ((IMAGES, "bytes"), (LABELS, "number"), (MASKS, "bytes"))
         found = [next((name for name in names if kinds.get(name) == kind), None) for names, kind in wanted]
         if found[0] is None:
@@ -121,14 +121,14 @@ class ParquetReader:
         return found
 
 
-def _kind(kind: Any) -> str:
+def _classify_column(kind: Any) -> str:
     if kind.num_fields:
         names = [kind.field(number).name for number in range(kind.num_fields)]
         return "bytes" if "bytes" in names else ""
     return "bytes" if "binary" in str(kind) else "number" if "int" in str(kind) else ""
 
 
-def key_of_row(number: int) -> str:
+def format_row_key(number: int) -> str:
     """Return the key of a row: its number, since the paths of images may be missing or the same."""
     return f"{number:08d}"
 
@@ -142,13 +142,15 @@ def scan_parquet(path: Path) -> ShardRows:
         group, at = file.group(number), number * BLOCK
         for row in range(group.first, group.first + group.table.num_rows):
             place = start.copy()
-            place.update(key_of_row(row).encode())
+            place.update(format_row_key(row).encode())
             image, label, mask = group.parts_at(row)
             if image is None or len(image) > MOST_BYTES:
                 raise DamagedTar(f"row {row} has no image of up to {MOST_BYTES:,} bytes in the file itself")
             masked = (NONE, NONE) if mask is None else (at, len(mask))
             rows.append((at, len(image), label, int.from_bytes(place.digest()[:4], "big"), *masked))
-            digests.append(digest_of(image) ^ (0 if mask is None else digest_of(mask, MASK_PERSON)))
+            digests.append(
+                compute_bytes_digest(image) ^ (0 if mask is None else compute_bytes_digest(mask, MASK_PERSON))
+            )
     if not rows:
         raise DamagedTar("no row in it")
     at, sizes, labels, places, *masks = np.array(rows, np.int64).T
@@ -158,7 +160,7 @@ def scan_parquet(path: Path) -> ShardRows:
 
 
 @lru_cache(64)
-def reader_of(path: Path, modified: int) -> ParquetReader:
+def open_cached_reader(path: Path, modified: int) -> ParquetReader:
     """Return the open file; that of a file that was written again is another."""
     return ParquetReader(path)
 
@@ -170,7 +172,7 @@ class ParquetShards(Shards):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self.most_kept = max(LEAST_KEPT, (free_memory() or 0) // 4 // min(os.cpu_count() or 1, 16))
+        self.most_kept = max(LEAST_KEPT, (read_free_memory() or 0) // 4 // min(os.cpu_count() or 1, 16))
         self._kept: OrderedDict[tuple[int, int], RowGroup] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,11 +193,11 @@ class ParquetShards(Shards):
         groups = {(row.shard, row.image // BLOCK) for row in map(self.index.row, samples)}
         found: dict[Path, list[Part]] = {}
         for shard, number in sorted(groups):
-            found.setdefault(self.path(shard), []).extend(joined(self._reader(shard).parts(number)))
+            found.setdefault(self.path(shard), []).extend(merge_near_parts(self._reader(shard).parts(number)))
         return found
 
     def _reader(self, shard: int) -> Any:
-        return reader_of(self.path(shard), self.path(shard).stat().st_mtime_ns)
+        return open_cached_reader(self.path(shard), self.path(shard).stat().st_mtime_ns)
 
     def _group(self, row: SampleRow) -> RowGroup:
         at = (row.shard, row.image // BLOCK)
@@ -210,13 +212,15 @@ class ParquetShards(Shards):
         """Read nothing: chunks are kept."""
         return iter(())
 
-    def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> Content:
+    def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> SampleBytes:
         try:
             self._check(index, row, FileState.of(os.stat(self.path(row.shard))), doubts)
             image, label, mask = self._group(row).parts_at(index - self.index.first(row.shard))
         except (OSError, DamagedTar) as error:
             raise BadSample(self.name(index), str(error)) from error
-        return Content(*(part if one else None for one, part in zip(wanted, (image, b"%d" % label, mask), strict=True)))
+        return SampleBytes(
+            *(part if one else None for one, part in zip(wanted, (image, b"%d" % label, mask), strict=True))
+        )
 
     def _key(self, index: int) -> str:
-        return key_of_row(self.index.find(index)[1])
+        return format_row_key(self.index.find(index)[1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from array import array
 
-from halfstep.data.dataset import Source, files_of
-from halfstep.data.file_state import FileState, RecordedFile, change_since
+from halfstep.data.dataset import Source, list_sample_files
+from halfstep.data.file_state import FileState, RecordedFile, describe_file_change
 from halfstep.data.fingerprint import NOT_READ, UNREADABLE, SourcePrint
 
 _PER_FILE = len(FileState._fields)
@@ -23,8 +23,8 @@ class RecordedFiles:
         self._whole = False
         self._ends, self._states = array("Q"), array("Q")
         for number in range(len(source)):
-            for _, path in files_of(source, number):
-                self._states.extend(value & _BITS for value in _state(path))
+            for _, path in list_sample_files(source, number):
+                self._states.extend(value & _BITS for value in _read_file_state(path))
             self._ends.append(len(self._states))
 
     def take_contents(self, found: SourcePrint) -> None:
@@ -35,14 +35,14 @@ class RecordedFiles:
     def __call__(self, number: int) -> str:
         """Return how a file of this sample has changed; empty if none has."""
         place = self._ends[number - 1] if number else 0
-        for key, path in files_of(self._source, number):
-            now = FileState(*(value & _BITS for value in _state(path)))
+        for key, path in list_sample_files(self._source, number):
+            now = FileState(*(value & _BITS for value in _read_file_state(path)))
             before = FileState(*self._states[place : place + _PER_FILE])
             place += _PER_FILE
             # A file that is not there is reported by its reader.
             if now != before and now != _MISSING:
                 recorded = RecordedFile(before, self._contents.get(key, ""), self._whole)
-                if change := change_since(recorded, now, path):
+                if change := describe_file_change(recorded, now, path):
                     return change
         return ""
 
@@ -50,7 +50,7 @@ class RecordedFiles:
 _MISSING = FileState(0, 0, 0, 0)
 
 
-def _state(path: str | os.PathLike[str]) -> FileState:
+def _read_file_state(path: str | os.PathLike[str]) -> FileState:
     try:
         return FileState.of(os.stat(path))
     except (OSError, ValueError):

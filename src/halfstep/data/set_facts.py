@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 
-from halfstep.data.image_files import folders, image_files, opened, orientation
-from halfstep.data.layout import CLASSIFICATION, SEGMENTATION, Layout, places_of
-from halfstep.data.mask_classes import MaskReading, counts_in, read_masks_as
+from halfstep.data.image_files import list_folders, list_image_files, open_image, read_exif_orientation
+from halfstep.data.layout import CLASSIFICATION, SEGMENTATION, Layout, compute_split_positions
+from halfstep.data.mask_classes import MaskReading, count_mask_values, infer_mask_reading
 from halfstep.errors import BadSample
 from halfstep.status_line import OnProgress
 
@@ -50,30 +50,30 @@ class SetFacts:
         return min(self.width, self.height)
 
 
-def set_facts(layout: Layout, on_progress: OnProgress = lambda done, of: None) -> SetFacts:
+def collect_set_facts(layout: Layout, on_progress: OnProgress = lambda done, of: None) -> SetFacts:
     """Inspect a set: every name, the sizes of some images, and the values of some masks."""
     part = layout.train
-    files = image_files(part.folder)
-    places = places_of(Path(name).as_posix() for name in files)
-    width, height = _median_size([part.folder / name for name in _evenly(files, MOST_HEADERS)])
+    files = list_image_files(part.folder)
+    places = compute_split_positions(Path(name).as_posix() for name in files)
+    width, height = _compute_median_size([part.folder / name for name in _select_spaced_names(files, MOST_HEADERS)])
     if layout.task == CLASSIFICATION:
-        return SetFacts(len(files), width, height, layout.val, classes=len(folders(part.folder)), places=places)
+        return SetFacts(len(files), width, height, layout.val, classes=len(list_folders(part.folder)), places=places)
     assert layout.task == SEGMENTATION
     assert part.masks is not None
     most = max(FEWEST_MASKS, MOST_MASK_PIXELS // max(width * height, 1))
-    chosen = _evenly(image_files(part.masks), most)
-    masks = _read([part.masks / name for name in chosen], on_progress)
+    chosen = _select_spaced_names(list_image_files(part.masks), most)
+    masks = _read_mask_files([part.masks / name for name in chosen], on_progress)
     return SetFacts(len(files), width, height, layout.val, masks=masks, masks_read=len(chosen), places=places)
 
 
-def _median_size(paths: Sequence[Path]) -> tuple[int, int]:
+def _compute_median_size(paths: Sequence[Path]) -> tuple[int, int]:
     """Return the size of the image with the median area; files that cannot be opened are skipped."""
     sizes = []
     for path in paths:
         try:
-            with opened(path) as image:
+            with open_image(path) as image:
                 # Orientations 5 to 8 swap width and height.
-                turned = orientation(image) >= 5
+                turned = read_exif_orientation(image) >= 5
                 sizes.append(image.size[::-1] if turned else image.size)
         except BadSample:
             continue
@@ -82,19 +82,19 @@ def _median_size(paths: Sequence[Path]) -> tuple[int, int]:
     return by_area[median_low(w * h for w, h in sizes)] if sizes else (0, 0)
 
 
-def _read(paths: Sequence[Path], on_progress: OnProgress) -> MaskReading:
+def _read_mask_files(paths: Sequence[Path], on_progress: OnProgress) -> MaskReading:
     counts = []
     for done, path in enumerate(paths, 1):
         try:
-            with opened(path, os.fspath(path)) as image:
-                counts.append(counts_in(image))
+            with open_image(path, os.fspath(path)) as image:
+                counts.append(count_mask_values(image))
         except BadSample:
             continue
         on_progress(done, len(paths))
-    return read_masks_as(counts)
+    return infer_mask_reading(counts)
 
 
-def _evenly(names: Sequence[str], most: int) -> list[str]:
+def _select_spaced_names(names: Sequence[str], most: int) -> list[str]:
     if len(names) <= most:
         return list(names)
     return [names[i * len(names) // most] for i in range(most)]

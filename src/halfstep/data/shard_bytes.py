@@ -33,7 +33,7 @@ def read_parts(
         handle = os.open(path, READ)
         try:
             check(FileState.of(os.fstat(handle)))
-            return parts_in(handle, parts)
+            return read_handle_parts(handle, parts)
         finally:
             os.close(handle)
     except OSError as error:
@@ -42,7 +42,7 @@ def read_parts(
         raise BadSample(name(), "the shard ends before the sample does") from None
 
 
-def parts_in(handle: int, parts: Sequence[Part]) -> list[bytes]:
+def read_handle_parts(handle: int, parts: Sequence[Part]) -> list[bytes]:
     """Read parts of a file, in one go where they lie side by side; raise EOFError if it ends before."""
     first, total = parts[0]
     end = first + total
@@ -62,7 +62,7 @@ def parts_in(handle: int, parts: Sequence[Part]) -> list[bytes]:
     return found
 
 
-def joined(parts: Iterable[Part], near: int = NEAR, most: int = sys.maxsize) -> list[Part]:
+def merge_near_parts(parts: Iterable[Part], near: int = NEAR, most: int = sys.maxsize) -> list[Part]:
     """Return the parts in order, those that lie at most `near` bytes apart as one, of at most `most` bytes."""
     found: list[list[int]] = []
     for start, size in sorted(parts):

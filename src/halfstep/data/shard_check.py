@@ -10,30 +10,30 @@ from typing import TypeVar
 
 import numpy as np
 
-from halfstep.data.dataset import derive
+from halfstep.data.dataset import derive_seed
 from halfstep.data.file_state import FileState
-from halfstep.data.shard_index import DIGEST, LABEL, PackedShard, ShardIndex, pack
+from halfstep.data.shard_index import DIGEST, LABEL, PackedShard, ShardIndex, pack_shard_rows
 from halfstep.data.shards import Shards
 from halfstep.errors import BadData
-from halfstep.numbers import several
+from halfstep.numbers import format_counted_noun
 
 T = TypeVar("T")
 AT_ONCE = 16
 """Shards that are verified in each epoch, over all ranks."""
 
 
-def find_shard_change(shards: Shards, number: int, is_stopped: Callable[[], bool] = lambda: False) -> str:
+def describe_shard_change(shards: Shards, number: int, is_stopped: Callable[[], bool] = lambda: False) -> str:
     """Read a shard whole, and return how it differs from its index; empty if it does not."""
     try:
-        now = pack(shards.scan(number, is_stopped))
+        now = pack_shard_rows(shards.scan(number, is_stopped))
     except BadData as error:
         return error.given
     if now.digest.hex() == shards.index.content(number):
         return ""
-    return _sample_change(shards, number, now, shards.index.packed(number))
+    return _describe_sample_change(shards, number, now, shards.index.packed(number))
 
 
-def sample_changes(before: ShardIndex, now: Shards) -> list[str]:
+def describe_sample_changes(before: ShardIndex, now: Shards) -> list[str]:
     """Return a line for each shard that an earlier index has with other samples."""
     numbers = {name: number for number, name in enumerate(before.names)}
     lines = []
@@ -41,19 +41,19 @@ def sample_changes(before: ShardIndex, now: Shards) -> list[str]:
         old = numbers.get(name)
         if old is None or before.content(old) == now.index.content(number):
             continue
-        lines.append(_sample_change(now, number, now.index.packed(number), before.packed(old)))
+        lines.append(_describe_sample_change(now, number, now.index.packed(number), before.packed(old)))
     return lines
 
 
-def _sample_change(shards: Shards, number: int, now: PackedShard, before: PackedShard) -> str:
+def _describe_sample_change(shards: Shards, number: int, now: PackedShard, before: PackedShard) -> str:
     if now.rows != before.rows:
-        return f"{shards.index.names[number]} has {several(now.rows, 'sample')}, before {before.rows:,}"
+        return f"{shards.index.names[number]} has {format_counted_noun(now.rows, 'sample')}, before {before.rows:,}"
     differs = [now.column(one) != before.column(one) for one in (DIGEST, LABEL)]
     others = np.flatnonzero(differs[0] | differs[1])
     if not len(others):
         return f"{shards.index.names[number]} has the same images and labels, with other names or in other places"
     first = shards.name(shards.index.first(number) + int(others[0]))
-    return f"{several(len(others), 'sample')} changed in {shards.index.names[number]}, the first {first}"
+    return f"{format_counted_noun(len(others), 'sample')} changed in {shards.index.names[number]}, the first {first}"
 
 
 class BackgroundCheck:
@@ -68,7 +68,7 @@ class BackgroundCheck:
 
     def chosen(self, epoch: int) -> list[int]:
         """Return the shards of an epoch that this rank verifies."""
-        generator = np.random.default_rng(derive(self._seed, "verify", epoch))
+        generator = np.random.default_rng(derive_seed(self._seed, "verify", epoch))
         count = len(self._shards.index.names)
         every = generator.choice(count, min(AT_ONCE, count), replace=False)
         return [int(one) for one in every[self._rank :: self._size]]
@@ -106,7 +106,7 @@ class BackgroundCheck:
             with suppress(OSError, CancelledError):
                 state = FileState.of(self._shards.path(number).stat())
                 if number not in self._done and self._shards.is_as_before(number, state):
-                    change = find_shard_change(self._shards, number, self._stop.is_set)
+                    change = describe_shard_change(self._shards, number, self._stop.is_set)
                     if change and not self._stop.is_set():
                         self._found = change
                         return

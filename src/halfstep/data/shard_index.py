@@ -34,7 +34,7 @@ from halfstep.data.file_state import FileState
 from halfstep.data.shard_scan import LARGEST_LABEL, NONE, Column, ShardRows, scan_shard
 from halfstep.data.tar_members import BLOCK
 from halfstep.errors import BadData
-from halfstep.files import cache_folder, draft_of, renaming, replacing
+from halfstep.files import find_cache_folder, find_draft_target, replace_file, replace_file_unflushed
 from halfstep.status_line import OnProgress
 
 PAGE = 512
@@ -78,12 +78,12 @@ class SampleRow(NamedTuple):
     digest: int
 
 
-class NoIndex(Exception):
+class InvalidIndex(Exception):
     """A file that is no index, or a damaged one."""
 
 
 @cache
-def _columns(kinds: int) -> tuple[tuple[struct.Struct, int], ...]:
+def _list_columns(kinds: int) -> tuple[tuple[struct.Struct, int], ...]:
     """Return the columns of a shard, each with the bytes per sample of those before it."""
     codes = "IIiIQ" + "II" * bool(kinds & SOME_MASKS) + "I" * bool(kinds & LABEL_COLUMN)
     found = [struct.Struct(f"<{code}") for code in codes]
@@ -91,16 +91,16 @@ def _columns(kinds: int) -> tuple[tuple[struct.Struct, int], ...]:
 
 
 @lru_cache(4096)
-def _row_struct(codes: str, rows: int) -> struct.Struct:
+def _build_row_struct(codes: str, rows: int) -> struct.Struct:
     """Return what unpacks a sample's numbers of neighboring columns of four bytes, all in one call."""
     return struct.Struct("<" + f"{4 * (rows - 1)}x".join(codes))
 
 
-def _width(kinds: int) -> int:
-    return sum(one.size for one, _ in _columns(kinds))
+def _compute_row_width(kinds: int) -> int:
+    return sum(one.size for one, _ in _list_columns(kinds))
 
 
-def _seal(content: bytes | memoryview) -> bytes:
+def _compute_seal(content: bytes | memoryview) -> bytes:
     return blake2b(content, digest_size=_SEAL).digest()
 
 
@@ -117,11 +117,11 @@ class PackedShard(NamedTuple):
     @property
     def digest(self) -> bytes:
         """The digest of the page digests, and so of all rows."""
-        return _seal(self.content[self.rows * _width(self.kinds) :])
+        return _compute_seal(self.content[self.rows * _compute_row_width(self.kinds) :])
 
     def column(self, number: int) -> Column:
         """Return a column."""
-        one, before = _columns(self.kinds)[number]
+        one, before = _list_columns(self.kinds)[number]
         return np.frombuffer(self.content, one.format, self.rows, self.rows * before)
 
 
@@ -132,14 +132,14 @@ class ShardIndex:
         self._map, self.path = content, path
         """Where the index is; None for one that could not be kept."""
         if len(content) < _FOOTER.size + len(_MAGIC):
-            raise NoIndex("it is too short")
+            raise InvalidIndex("it is too short")
         at, shards, names, samples, seal, magic = _FOOTER.unpack(content[-_FOOTER.size :])
         length = at + shards * _TABLE.itemsize + names + _FOOTER.size
         if not magic == content[: len(_MAGIC)] == _MAGIC or length != len(content):
-            raise NoIndex("it is truncated, or of another version")
+            raise InvalidIndex("it is truncated, or of another version")
         last = content[at : len(content) - _FOOTER.size]
         if sha256(last).digest() != seal:
-            raise NoIndex("its checksum is wrong")
+            raise InvalidIndex("its checksum is wrong")
         self.seal = seal.hex()
         self.table = np.frombuffer(last, _TABLE, shards)
         self.names = [os.fsdecode(name) for name in last[shards * _TABLE.itemsize :].split(b"\0")]
@@ -156,13 +156,13 @@ class ShardIndex:
     def _check_table(self, at: int, samples: int) -> None:
         """Raise NoIndex for numbers that no scan gives: a seal only proves that nothing changed since it was made."""
         table = self.table
-        widths = np.array([_width(int(kinds)) for kinds in np.unique(table["kinds"])])
+        widths = np.array([_compute_row_width(int(kinds)) for kinds in np.unique(table["kinds"])])
         width = widths[np.searchsorted(np.unique(table["kinds"]), table["kinds"])]
         rows = table["rows"].astype(np.int64)
         ends = table["at"].astype(np.int64) + rows * width + -(-rows // PAGE) * _SEAL
         sound = len(self.names) == len(table) and samples == len(self) > 0 and int(rows.min()) > 0
         if not (sound and int(ends.max()) <= at and int(table["largest"].max()) <= LARGEST_LABEL):
-            raise NoIndex("its table is inconsistent")
+            raise InvalidIndex("its table is inconsistent")
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -187,17 +187,19 @@ class ShardIndex:
         if not self._is_verified[self._pages[shard] + number // PAGE]:
             self._verify(shard, number // PAGE)
         rows, kinds, at = self._rows[shard], self._kinds[shard], self._at[shard] + 4 * number
-        image, size, label = _row_struct("IIi", rows).unpack_from(self._map, at)
+        image, size, label = _build_row_struct("IIi", rows).unpack_from(self._map, at)
         (digest,) = _DIGEST.unpack_from(self._map, at + 16 * rows + 4 * number)
         image *= BLOCK
         mask, mask_size, label_at = NONE, NONE, NONE
         if kinds & SOME_MASKS:
-            block, mask_bytes = _row_struct("II", rows).unpack_from(self._map, at + 24 * rows)
+            block, mask_bytes = _build_row_struct("II", rows).unpack_from(self._map, at + 24 * rows)
             if block != _NOTHING:
                 mask, mask_size = block * BLOCK, mask_bytes
         if label >= 0:
             if kinds & LABEL_COLUMN:
-                (block,) = _row_struct("I", rows).unpack_from(self._map, at + (_width(kinds) - 4) * rows)
+                (block,) = _build_row_struct("I", rows).unpack_from(
+                    self._map, at + (_compute_row_width(kinds) - 4) * rows
+                )
                 label_at = block * BLOCK
             elif kinds & LABEL_AFTER:
                 label_at = image - -size // BLOCK * BLOCK + kinds // DISTANCE * BLOCK
@@ -234,7 +236,9 @@ class ShardIndex:
         pages = self._pages[shard + 1] - self._pages[shard]
         for page in range(pages):
             self._verify(shard, page)
-        return PackedShard(rows, kinds, size, largest, self._map[at : at + rows * _width(kinds) + pages * _SEAL])
+        return PackedShard(
+            rows, kinds, size, largest, self._map[at : at + rows * _compute_row_width(kinds) + pages * _SEAL]
+        )
 
     def content(self, shard: int) -> str:
         """Return 32 hex digits that stand for every row of a shard."""
@@ -245,10 +249,10 @@ class ShardIndex:
         if self._is_verified[first + page]:
             return
         rows, kinds, at, _, _, digest = self.table[shard].item()
-        end = at + rows * _width(kinds)
+        end = at + rows * _compute_row_width(kinds)
         pages = self._map[end : end + (self._pages[shard + 1] - first) * _SEAL]
-        found = _page_digest(memoryview(self._map)[at:end], rows, kinds, page)
-        if _seal(pages) != digest or found != pages[page * _SEAL : (page + 1) * _SEAL]:
+        found = _compute_page_digest(memoryview(self._map)[at:end], rows, kinds, page)
+        if _compute_seal(pages) != digest or found != pages[page * _SEAL : (page + 1) * _SEAL]:
             first_row, last_row = page * PAGE, min(rows, (page + 1) * PAGE) - 1
             raise BadData(
                 f"the index {self.path} is damaged: samples {first_row:,} to {last_row:,} of {self.names[shard]}",
@@ -258,9 +262,9 @@ class ShardIndex:
         self._is_verified[first + page] = 1
 
 
-def _page_digest(content: memoryview | bytes, rows: int, kinds: int, page: int) -> bytes:
+def _compute_page_digest(content: memoryview | bytes, rows: int, kinds: int, page: int) -> bytes:
     found = blake2b(digest_size=_SEAL)
-    for one, before in _columns(kinds):
+    for one, before in _list_columns(kinds):
         start = rows * before
         found.update(content[start + page * PAGE * one.size : start + min(rows, (page + 1) * PAGE) * one.size])
     return found.digest()
@@ -272,11 +276,11 @@ def open_index(path: Path) -> ShardIndex:
         try:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError as error:  # an empty file
-            raise NoIndex(str(error)) from None
+            raise InvalidIndex(str(error)) from None
     return ShardIndex(content, path)
 
 
-def pack(rows: ShardRows) -> PackedShard:
+def pack_shard_rows(rows: ShardRows) -> PackedShard:
     """Return the rows as bytes, with a digest for each page."""
     has_label, has_mask = rows.label >= 0, rows.mask >= 0
     kinds = SOME_LABELS * has_label.any() | SOME_UNLABELED * (~has_label).any()
@@ -290,16 +294,16 @@ def pack(rows: ShardRows) -> PackedShard:
                 break
         else:
             kinds |= LABEL_COLUMN
-    columns = [_blocks(rows.image), rows.image_size, rows.label, rows.place, rows.digest]
-    columns += [_blocks(rows.mask), np.where(has_mask, rows.mask_size, 0)] if kinds & SOME_MASKS else []
-    columns += [_blocks(rows.label_at)] if kinds & LABEL_COLUMN else []
-    kinds_of = zip(columns, _columns(int(kinds)), strict=True)
+    columns = [_convert_to_blocks(rows.image), rows.image_size, rows.label, rows.place, rows.digest]
+    columns += [_convert_to_blocks(rows.mask), np.where(has_mask, rows.mask_size, 0)] if kinds & SOME_MASKS else []
+    columns += [_convert_to_blocks(rows.label_at)] if kinds & LABEL_COLUMN else []
+    kinds_of = zip(columns, _list_columns(int(kinds)), strict=True)
     content = b"".join(column.astype(one.format).tobytes() for column, (one, _) in kinds_of)
-    pages = (_page_digest(content, len(rows), int(kinds), page) for page in range(-(-len(rows) // PAGE)))
+    pages = (_compute_page_digest(content, len(rows), int(kinds), page) for page in range(-(-len(rows) // PAGE)))
     return PackedShard(len(rows), int(kinds), rows.size_of_shard, int(rows.label.max()), b"".join([content, *pages]))
 
 
-def _blocks(offsets: Column) -> Column:
+def _convert_to_blocks(offsets: Column) -> Column:
     return np.where(offsets >= 0, offsets // BLOCK, _NOTHING)
 
 
@@ -355,54 +359,54 @@ class ShardSet:
         return index.names == self.names and index.table["bytes"].tolist() == [one.size for one in self.states]
 
 
-def cached_path(shards: ShardSet) -> Path:
+def resolve_cached_index_path(shards: ShardSet) -> Path:
     """Return where the cache has the index of these shards."""
-    return cache_folder() / "shards" / f"{shards.key()}{SUFFIX}"
+    return find_cache_folder() / "shards" / f"{shards.key()}{SUFFIX}"
 
 
-def beside(root: str | Path, shards: ShardSet) -> Path:
+def resolve_index_path(root: str | Path, shards: ShardSet) -> Path:
     """Return where `halfstep data index` writes the index of a folder, a file or a pattern."""
     name = "halfstep" if os.path.isdir(root) else Path(root).name
     return shards.root / f"{name}{SUFFIX}"
 
 
-def usable(path: Path, shards: ShardSet) -> ShardIndex | None:
+def open_usable_index(path: Path, shards: ShardSet) -> ShardIndex | None:
     """Return the index at a path; None if it is damaged, missing or of other shards."""
     try:
         index = open_index(path)
-    except (OSError, NoIndex):
+    except (OSError, InvalidIndex):
         return None
     return index if shards.matches(index) else None
 
 
-def existing_index(root: str | Path, shards: ShardSet) -> ShardIndex | None:
+def find_index(root: str | Path, shards: ShardSet) -> ShardIndex | None:
     """Return the index of a set that the cache has, or the one next to the shards; None if there is none."""
-    if index := usable(kept := cached_path(shards), shards):
+    if index := open_usable_index(kept := resolve_cached_index_path(shards), shards):
         with suppress(OSError):
             os.utime(kept)  # it is in use
         return index
-    path = beside(root, shards)
+    path = resolve_index_path(root, shards)
     with suppress(OSError):
         # A shard that was written later may have kept its size: a tar is padded.
         if path.stat().st_mtime_ns >= max(state.modified for state in shards.states):
-            return usable(path, shards)
+            return open_usable_index(path, shards)
     return None
 
 
 def build_index(shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
     """Build the index of a set in the cache. One process of a machine builds it, and the others wait for it."""
-    kept = cached_path(shards)
-    with alone(kept):
-        if index := usable(kept, shards):
+    kept = resolve_cached_index_path(shards)
+    with lock_path(kept):
+        if index := open_usable_index(kept, shards):
             return index
-        sweep(kept)
+        remove_stale_files(kept)
         try:
-            with renaming(kept) as draft:
-                build(shards, draft, on_progress)
+            with replace_file_unflushed(kept) as draft:
+                scan_and_write_index(shards, draft, on_progress)
             return open_index(kept)
         except OSError:  # a full or read-only cache costs time, not the run
             with tempfile.NamedTemporaryFile() as file:
-                build(shards, Path(file.name), on_progress)
+                scan_and_write_index(shards, Path(file.name), on_progress)
                 index = open_index(Path(file.name))
                 index.path = None
                 return index
@@ -410,26 +414,26 @@ def build_index(shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
 
 def write_index(root: str | Path, shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
     """Write the index of a set next to its shards, and return it; raise OSError if it cannot be written."""
-    path = beside(root, shards)
-    with alone(cached_path(shards)), replacing(path) as draft:
-        sweep(path, but=draft)
-        if kept := usable(cached_path(shards), shards):
+    path = resolve_index_path(root, shards)
+    with lock_path(resolve_cached_index_path(shards)), replace_file(path) as draft:
+        remove_stale_files(path, but=draft)
+        if kept := open_usable_index(resolve_cached_index_path(shards), shards):
             shutil.copyfile(kept.path or "", draft)
         else:
-            build(shards, draft, on_progress)
+            scan_and_write_index(shards, draft, on_progress)
     return open_index(path)
 
 
-def build(shards: ShardSet, path: Path, on_progress: OnProgress) -> None:
+def scan_and_write_index(shards: ShardSet, path: Path, on_progress: OnProgress) -> None:
     """Write the index of these shards; raise BadData if one cannot be used."""
     with closing(_scan_shards(shards, on_progress)) as found:
-        write_packed(path, shards.names, found)
+        write_packed_shards(path, shards.names, found)
     for number in range(len(shards.names)):
         with suppress(OSError):
-            _part_path(shards, number).unlink()
+            _resolve_part_path(shards, number).unlink()
 
 
-def write_packed(path: Path, names: Sequence[str], shards: Iterable[PackedShard]) -> None:
+def write_packed_shards(path: Path, names: Sequence[str], shards: Iterable[PackedShard]) -> None:
     """Write the index of packed shards; the same shards give the same file."""
     table = np.zeros(len(names), _TABLE)
     with open(path, "wb") as file:
@@ -449,7 +453,7 @@ def _scan_shards(shards: ShardSet, on_progress: OnProgress) -> Generator[PackedS
     stop, total, done = threading.Event(), sum(state.size for state in shards.states), 0
     # Threads: hashing and reading release the interpreter's lock.
     pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1, len(shards.names)))
-    futures = (pool.submit(_pack_shard, shards, number, stop) for number in range(len(shards.names)))
+    futures = (pool.submit(_load_or_pack_shard, shards, number, stop) for number in range(len(shards.names)))
     try:
         waiting = deque(islice(futures, 4 * MOST_THREADS))
         while waiting:
@@ -463,23 +467,23 @@ def _scan_shards(shards: ShardSet, on_progress: OnProgress) -> Generator[PackedS
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _part_path(shards: ShardSet, number: int) -> Path:
-    return cache_folder() / "shards" / "parts" / f"{shards.key(number)}.part"
+def _resolve_part_path(shards: ShardSet, number: int) -> Path:
+    return find_cache_folder() / "shards" / "parts" / f"{shards.key(number)}.part"
 
 
-def _pack_shard(shards: ShardSet, number: int, stop: threading.Event) -> PackedShard:
-    part = _part_path(shards, number)
+def _load_or_pack_shard(shards: ShardSet, number: int, stop: threading.Event) -> PackedShard:
+    part = _resolve_part_path(shards, number)
     # An index of one shard; one that is torn is made anew.
-    with suppress(OSError, NoIndex, BadData):
+    with suppress(OSError, InvalidIndex, BadData):
         return open_index(part).packed(0)
-    found = pack(shards.scan(number, stop.is_set))
-    with suppress(OSError), renaming(part) as draft:
-        write_packed(draft, [shards.names[number]], [found])
+    found = pack_shard_rows(shards.scan(number, stop.is_set))
+    with suppress(OSError), replace_file_unflushed(part) as draft:
+        write_packed_shards(draft, [shards.names[number]], [found])
     return found
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def lock_path(path: Path) -> Iterator[None]:
     """Let one process of this machine write a file; without a lock where the system or the disk has none."""
     with ExitStack() as stack:
         with suppress(OSError, ImportError):
@@ -490,21 +494,23 @@ def alone(path: Path) -> Iterator[None]:
         yield
 
 
-def sweep(path: Path, but: Path | None = None) -> None:
+def remove_stale_files(path: Path, but: Path | None = None) -> None:
     """Remove drafts that killed processes left of this file, and what the cache has that nothing used for long."""
     old = time.time() - KEEP
     with suppress(OSError):
-        left = [one for one in path.parent.iterdir() if draft_of(one.name) == path.name and one != but]
-        left += [one for one in (cache_folder() / "shards").rglob("*") if one.is_file() and one.stat().st_mtime < old]
+        left = [one for one in path.parent.iterdir() if find_draft_target(one.name) == path.name and one != but]
+        left += [
+            one for one in (find_cache_folder() / "shards").rglob("*") if one.is_file() and one.stat().st_mtime < old
+        ]
         for one in left:
             one.unlink()
 
 
-def index_with_seal(seal: str, places: Sequence[Path]) -> ShardIndex | None:
+def find_index_by_seal(seal: str, places: Sequence[Path]) -> ShardIndex | None:
     """Return the index whose seal starts with these digits, of those in the cache and at `places`."""
     with suppress(OSError):
-        for path in (*places, *(cache_folder() / "shards").glob(f"*{SUFFIX}")):
-            with suppress(OSError, NoIndex):
+        for path in (*places, *(find_cache_folder() / "shards").glob(f"*{SUFFIX}")):
+            with suppress(OSError, InvalidIndex):
                 if (index := open_index(path)).seal.startswith(seal):
                     return index
     return None

@@ -12,12 +12,12 @@ MOST_SHARDS = 100_000
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
-def is_pattern(path: str) -> bool:
+def is_shard_pattern(path: str) -> bool:
     """Return whether a path stands for several."""
     return _RANGE.search(path) is not None
 
 
-def expanded(pattern: str) -> list[str]:
+def expand_shard_pattern(pattern: str) -> list[str]:
     """Return the paths that a pattern stands for; raise BadData for none or too many."""
     parts = _RANGE.split(pattern)
     between, ranges = parts[::3], list(zip(parts[1::3], parts[2::3], strict=True))

@@ -15,7 +15,7 @@ import numpy as np
 
 from halfstep.data.image_files import MOST_BYTES, SUFFIXES
 from halfstep.data.layout import PLACE_PERSON
-from halfstep.data.tar_members import BLOCK, DamagedTar, Member, TarReader, opened_tar
+from halfstep.data.tar_members import BLOCK, DamagedTar, Member, TarReader, open_tar
 from halfstep.errors import BadData
 
 LAYOUT = "a plain, whole .tar of 0001.jpg with 0001.cls, or 0001.jpg with 0001.mask.png"
@@ -57,7 +57,7 @@ class ShardRows:
         return len(self.image)
 
 
-def not_a_shard(shard: str | Path, reason: str, allowed: str = LAYOUT) -> BadData:
+def build_shard_error(shard: str | Path, reason: str, allowed: str = LAYOUT) -> BadData:
     """Return the error for a shard that cannot be used; it names the command that unpacks a compressed one."""
     with suppress(OSError), open(shard, "rb") as file:
         if file.read(2) == b"\x1f\x8b":
@@ -77,12 +77,12 @@ def scan_shard(shard: Path, is_stopped: Callable[[], bool] = lambda: False) -> S
             from halfstep.data.parquet_shards import scan_parquet  # here, because it builds on the rows of this module
 
             return scan_parquet(shard)
-        with opened_tar(shard) as tar:
+        with open_tar(shard) as tar:
             return scan_tar(tar, shard.name, is_stopped)
     except DamagedTar as error:
-        raise not_a_shard(shard, str(error)) from None
+        raise build_shard_error(shard, str(error)) from None
     except OSError as error:
-        raise not_a_shard(shard, error.strerror or type(error).__name__) from error
+        raise build_shard_error(shard, error.strerror or type(error).__name__) from error
 
 
 def scan_tar(tar: TarReader, name: str, is_stopped: Callable[[], bool]) -> ShardRows:
@@ -107,22 +107,24 @@ def scan_tar(tar: TarReader, name: str, is_stopped: Callable[[], bool]) -> Shard
             last = key
             seen.clear()
         if member.name in seen:
-            raise DamagedTar(f"two members are called {shown(member.name)}")
+            raise DamagedTar(f"two members are called {decode_member_name(member.name)}")
         seen.add(member.name)
         if len(seen) > _MOST_PARTS:
-            raise DamagedTar(f"the sample {shown(key)!r} has more than {_MOST_PARTS:,} members")
+            raise DamagedTar(f"the sample {decode_member_name(key)!r} has more than {_MOST_PARTS:,} members")
         part = _PARTS.get(kind) if kind in _PARTS else _PARTS.get(kind.lower())
         if part is not None:
-            _note(tar, rows, part, member)
+            _record_part(tar, rows, part, member)
     if not rows:
         raise DamagedTar("no sample in it")
-    return _join_columns(tar, rows)
+    return _build_shard_rows(tar, rows)
 
 
-def _note(tar: TarReader, rows: array[int], part: int, member: Member) -> None:
+def _record_part(tar: TarReader, rows: array[int], part: int, member: Member) -> None:
     _, name, at, size = member
     if part == _LABEL:
-        rows[_LABEL - _WIDTH] = label_in(tar.read(at, size) if 0 < size <= LONGEST_LABEL else b"", shown(name))
+        rows[_LABEL - _WIDTH] = parse_label(
+            tar.read(at, size) if 0 < size <= LONGEST_LABEL else b"", decode_member_name(name)
+        )
         rows[_LABEL_AT - _WIDTH] = at
         return
     place = len(rows) - _WIDTH + part
@@ -131,7 +133,7 @@ def _note(tar: TarReader, rows: array[int], part: int, member: Member) -> None:
         rows[place + 2] = tar.digest(at, size, MASK_PERSON if part == _MASK else b"")
 
 
-def label_in(content: bytes, name: str) -> int:
+def parse_label(content: bytes, name: str) -> int:
     """Return the class number that a label's file holds; raise DamagedTar if it holds none."""
     text = content.decode("ascii", "replace").strip()
     if not text.isdecimal():
@@ -141,38 +143,38 @@ def label_in(content: bytes, name: str) -> int:
     return int(text)
 
 
-def read_label(content: bytes) -> int:
+def parse_padded_label(content: bytes) -> int:
     """Return the class number at the start of some bytes; -1 if there is none."""
     with suppress(DamagedTar):
-        return label_in(content.split(b"\0", 1)[0], "")
+        return parse_label(content.split(b"\0", 1)[0], "")
     return NONE
 
 
-def shown(name: bytes) -> str:
+def decode_member_name(name: bytes) -> str:
     """Return the name of a member as text."""
     return name.decode("utf-8", "surrogateescape")
 
 
-def key_at(tar: TarReader, begin: int, image: int | None = None) -> str:
+def read_member_key(tar: TarReader, begin: int, image: int | None = None) -> str:
     """Return the key of the member whose headers start at a byte, or of a later one whose content is at `image`."""
     for member in tar.members(begin):
         if image is None or member.at == image:
             folder, _, file = member.name.rpartition(b"/")
             stem = file.partition(b".")[0]
-            return shown(folder + b"/" + stem if folder else stem)
+            return decode_member_name(folder + b"/" + stem if folder else stem)
         if member.at > image:
             break
     raise DamagedTar(f"no file starts at byte {image or begin:,}")
 
 
-def _join_columns(tar: TarReader, rows: array[int]) -> ShardRows:
+def _build_shard_rows(tar: TarReader, rows: array[int]) -> ShardRows:
     """Return the columns, with one row for parts of a sample that lie apart."""
     table = np.frombuffer(rows, np.uint64).reshape(-1, _WIDTH)
     if len(np.unique(table[:, _HASH])) < len(table):
-        table = _merge_columns(tar, table)
+        table = _merge_split_samples(tar, table)
     lacking = np.flatnonzero(table[:, _IMAGE] == _NOTHING)
     if len(lacking):
-        key = key_at(tar, int(table[lacking[0], _BEGIN]))
+        key = read_member_key(tar, int(table[lacking[0], _BEGIN]))
         raise DamagedTar(f"the sample {key!r} has no image ({', '.join(SUFFIXES)}); its name ends at the first dot")
     columns, signed = table.T, table.view(np.int64).T
     places = (columns[_HASH] >> np.uint64(32)).astype("<u4")
@@ -181,7 +183,7 @@ def _join_columns(tar: TarReader, rows: array[int]) -> ShardRows:
     return ShardRows(tar.size, signed[_IMAGE], signed[_IMAGE_SIZE], signed[_LABEL], places, digests, *rest)
 
 
-def _merge_columns(tar: TarReader, table: Column) -> Column:
+def _merge_split_samples(tar: TarReader, table: Column) -> Column:
     _, first, which = np.unique(table[:, _HASH], return_index=True, return_inverse=True)
     # Samples are in the order of their first parts.
     which, found = np.argsort(np.argsort(first))[which], table[np.sort(first)]
@@ -190,6 +192,6 @@ def _merge_columns(tar: TarReader, table: Column) -> Column:
         times = np.bincount(which[has], minlength=len(found))
         if (times > 1).any():
             twice = has[which[has] == np.argmax(times > 1)][1]
-            raise DamagedTar(f"two samples have the key {key_at(tar, int(table[twice, _BEGIN]))!r}")
+            raise DamagedTar(f"two samples have the key {read_member_key(tar, int(table[twice, _BEGIN]))!r}")
         found[which[has], part:end] = table[has, part:end]
     return found

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from halfstep.data.dataset import BadSample, Files, Sample, Seal
-from halfstep.data.file_state import FileState, RecordedFile, change_since
+from halfstep.data.file_state import FileState, RecordedFile, describe_file_change
 from halfstep.data.folders import check_same_size
-from halfstep.data.held_out import Numbers, divided
-from halfstep.data.image_files import MOST_BYTES, existing, find_files
-from halfstep.data.image_io import MaskClasses, Palette, mask_of, read_image
-from halfstep.data.layout import place_of
-from halfstep.data.shard_bytes import NEAR, READ, Part, announce_parts, joined, parts_in, read_parts
+from halfstep.data.held_out import SampleNumbers, split_index_samples
+from halfstep.data.image_files import MOST_BYTES, find_files, require_folder
+from halfstep.data.image_io import MaskClasses, Palette, read_image, read_mask
+from halfstep.data.layout import compute_split_position
+from halfstep.data.shard_bytes import NEAR, READ, Part, announce_parts, merge_near_parts, read_handle_parts, read_parts
 from halfstep.data.shard_index import (
     SOME_LABELS,
     SOME_MASKS,
@@ -28,13 +28,21 @@ from halfstep.data.shard_index import (
     ShardIndex,
     ShardSet,
     build_index,
-    existing_index,
+    find_index,
 )
-from halfstep.data.shard_patterns import expanded, is_pattern
-from halfstep.data.shard_scan import LONGEST_LABEL, MASK_PERSON, PARQUET, ShardRows, key_at, read_label, scan_shard
-from halfstep.data.tar_members import BLOCK, FEW, DamagedTar, TarReader, digest_of, opened_tar
+from halfstep.data.shard_patterns import expand_shard_pattern, is_shard_pattern
+from halfstep.data.shard_scan import (
+    LONGEST_LABEL,
+    MASK_PERSON,
+    PARQUET,
+    ShardRows,
+    parse_padded_label,
+    read_member_key,
+    scan_shard,
+)
+from halfstep.data.tar_members import BLOCK, FEW, DamagedTar, TarReader, compute_bytes_digest, open_tar
 from halfstep.errors import BadData
-from halfstep.host_memory import free_memory
+from halfstep.host_memory import read_free_memory
 
 T = TypeVar("T")
 Verify = Literal["all", "sampled", "off"]
@@ -51,7 +59,7 @@ LONG_SCAN = 2**30
 """Bytes of shards above which the progress of a scan is displayed."""
 
 
-class Content(NamedTuple):
+class SampleBytes(NamedTuple):
     """The bytes of a sample; None for a part that it does not have, or that is not used."""
 
     image: bytes | None
@@ -88,14 +96,14 @@ class Shards:
         self._verify_every = _VERIFY_EVERY[verify]
         self._open(root)
         self._kinds = self._check_kinds()
-        self._ahead: dict[int, tuple[SampleRow, Content]] = {}
+        self._ahead: dict[int, tuple[SampleRow, SampleBytes]] = {}
         self.classes = self._class_names()
 
     def _open(self, root: str | Path) -> None:
-        shards = shard_set_at(root)
+        shards = build_shard_set(root)
         self.root, self._start_of_paths = shards.root, f"{shards.root}{os.sep}"
         self._states = shards.states
-        self.index = existing_index(root, shards) or _build_index(shards)
+        self.index = find_index(root, shards) or _build_index_with_progress(shards)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -112,15 +120,15 @@ class Shards:
         """Return the label or mask."""
         return self._read(index, with_image=False)[1]
 
-    def _read(self, index: int, with_image: bool) -> tuple[Content, Sample]:
+    def _read(self, index: int, with_image: bool) -> tuple[SampleBytes, Sample]:
         content, rest = self.content(index, with_image), Sample()
         if content.label is not None:
             rest["label"] = torch.tensor(self._check_label(content.label, index))
         if (mask := content.mask) is not None:
-            rest["mask"] = self._named(index, lambda name: mask_of(mask, self.mask_classes, name))
+            rest["mask"] = self._named(index, lambda name: read_mask(mask, self.mask_classes, name))
         return content, rest
 
-    def content(self, index: int, with_image: bool = True) -> Content:
+    def content(self, index: int, with_image: bool = True) -> SampleBytes:
         """Return the bytes of a sample; raise BadSample if they cannot be read, or are not those of the index."""
         has_label, has_mask = self._kinds
         doubts: list[str] = []
@@ -134,19 +142,19 @@ class Shards:
             both, is_masked = content, row.mask >= 0
             if not (with_image and is_masked <= has_mask):
                 both = self._content(index, row, (True, False, is_masked), doubts)
-            mask = digest_of(both.mask or b"", MASK_PERSON) if is_masked else 0
-            if digest_of(both.image or b"") ^ mask != row.digest:
+            mask = compute_bytes_digest(both.mask or b"", MASK_PERSON) if is_masked else 0
+            if compute_bytes_digest(both.image or b"") ^ mask != row.digest:
                 raise BadSample(self.name(index), doubts[0] if doubts else OTHER_BYTES)
         return content
 
-    def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> Content:
+    def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> SampleBytes:
         """Read the wanted parts of a sample, of image, label and mask, from its shard at once."""
         self._check_sizes(index, row, wanted)
-        if not (parts := _parts(row, wanted)):
-            return Content(None, None, None)
+        if not (parts := _list_parts(row, wanted)):
+            return SampleBytes(None, None, None)
         path = self._start_of_paths + self.index.names[row.shard]  # joining a Path takes longer than reading
         found = read_parts(path, parts, lambda: self.name(index), lambda now: self._check(index, row, now, doubts))
-        return _content_of(found, wanted)
+        return _build_sample_bytes(found, wanted)
 
     def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read the bytes of the next samples, each shard opened once; yield the place of each before it is read.
@@ -169,7 +177,7 @@ class Shards:
                         break
                 if room < 0:
                     break
-                self._ahead[numbers[place]] = row, _content_in(handle, row, wanted)
+                self._ahead[numbers[place]] = row, _read_sample_bytes(handle, row, wanted)
         except (OSError, EOFError, BadData):
             pass
         finally:
@@ -191,7 +199,7 @@ class Shards:
         if self.is_as_before(row.shard, now):
             return
         before = self._states[row.shard]
-        if change := change_since(RecordedFile(before), now, self.path(row.shard)):
+        if change := describe_file_change(RecordedFile(before), now, self.path(row.shard)):
             doubts.append(change.replace("its file", "its shard"))
             if now.size != before.size:
                 raise BadSample(self.name(index), doubts[0])
@@ -220,7 +228,7 @@ class Shards:
     def most_open(self, nodes: int, ranks: int) -> int:
         """Return the bytes of chunks that may be open at once: a quarter of the memory of all nodes."""
         # While a window is read, the next one is announced.
-        return (free_memory() or 0) // 4 // 2 * nodes
+        return (read_free_memory() or 0) // 4 // 2 * nodes
 
     def bytes_of(self, index: int) -> int:
         """Return the bytes of a sample: its image, and its mask or label where these are used."""
@@ -231,8 +239,8 @@ class Shards:
         """Return the parts to read for these samples: parts of each shard, those that lie side by side as one."""
         found: dict[int, list[Part]] = {}
         for row in map(self.index.row, samples):
-            found.setdefault(row.shard, []).extend(_parts(row, (True, *self._kinds)))
-        return {self.path(shard): joined(parts, self.near) for shard, parts in found.items()}
+            found.setdefault(row.shard, []).extend(_list_parts(row, (True, *self._kinds)))
+        return {self.path(shard): merge_near_parts(parts, self.near) for shard, parts in found.items()}
 
     def announce(self, chunks: Sequence[tuple[int, int]], number: Callable[[int], int]) -> None:
         """Announce chunks to the system; `number` returns the number in the index of a sample of an order."""
@@ -255,7 +263,7 @@ class Shards:
         return str(self.path(shard))
 
     def _tar(self, shard: int, at_once: int) -> AbstractContextManager[TarReader]:
-        return opened_tar(self.path(shard), at_once)
+        return open_tar(self.path(shard), at_once)
 
     def name(self, index: int) -> str:
         """Return the shard and key for display."""
@@ -284,7 +292,7 @@ class Shards:
             # Headers follow the image before; parts that lie apart may have it later.
             start = before.image - -before.image_size // BLOCK * BLOCK if before.image < row.image else 0
         with self._tar(row.shard, FEW) as tar:
-            return key_at(tar, start, row.image)
+            return read_member_key(tar, start, row.image)
 
     def files_of(self, index: int) -> Files:
         """Return the shard."""
@@ -296,9 +304,9 @@ class Shards:
         """The seal of the index, which stands for every sample."""
         return Seal(self, "")
 
-    def divided(self, share: float) -> tuple[Numbers, Numbers]:
+    def divided(self, share: float) -> tuple[SampleNumbers, SampleNumbers]:
         """Return the numbers of the samples for training, and of those for validation."""
-        return divided(self.index, share, lambda index: place_of(self.key(index)))
+        return split_index_samples(self.index, share, lambda index: compute_split_position(self.key(index)))
 
     def _check_kinds(self) -> tuple[bool, bool]:
         """Return whether samples have a label and a mask that are requested.
@@ -335,12 +343,12 @@ class Shards:
         for folder in (first, first.parent):
             listed = folder / "classes.txt"
             if listed.is_file() and listed.stat().st_size < 2**20:
-                yield lines_in(listed.read_bytes(), str(listed))
+                yield parse_class_names(listed.read_bytes(), str(listed))
 
     def _check_label(self, content: bytes, index: int) -> int:
         """Return the label that the shard holds; raise BadData if its index has another."""
         row = self.index.row(index)
-        label = read_label(content)
+        label = parse_padded_label(content)
         if label != row.label:
             raise BadData(
                 f"{self.name(index)} has the label {label if label >= 0 else content.rstrip(bytes(1))!r} in its shard, "
@@ -351,7 +359,7 @@ class Shards:
         return label
 
 
-def _parts(row: SampleRow, wanted: tuple[bool, bool, bool]) -> list[Part]:
+def _list_parts(row: SampleRow, wanted: tuple[bool, bool, bool]) -> list[Part]:
     image, label, mask = wanted
     # The label is in the index, too; that of the shard counts, also where the index was edited.
     parts = [(row.image, row.image_size)] if image else []
@@ -362,7 +370,7 @@ def _parts(row: SampleRow, wanted: tuple[bool, bool, bool]) -> list[Part]:
     return parts
 
 
-def _content_in(handle: int, row: SampleRow, wanted: tuple[bool, bool, bool]) -> Content:
+def _read_sample_bytes(handle: int, row: SampleRow, wanted: tuple[bool, bool, bool]) -> SampleBytes:
     """Read a sample from its open shard; raise EOFError if that ends before."""
     _, label, mask = wanted
     image, size, label_at = row.image, row.image_size, row.label_at
@@ -371,40 +379,40 @@ def _content_in(handle: int, row: SampleRow, wanted: tuple[bool, bool, bool]) ->
         start, end = (label_at, end) if label_at < image else (image, label_at + LONGEST_LABEL + 1)
     # Most samples are an image and a label next to it: without lists of parts they take a third of the time.
     if mask or end - start > size + NEAR:
-        return _content_of(parts_in(handle, _parts(row, wanted)), wanted)
+        return _build_sample_bytes(read_handle_parts(handle, _list_parts(row, wanted)), wanted)
     content = os.pread(handle, end - start, start)
     if len(content) < end - start:
         raise EOFError
     if not label:
-        return Content(content, None, None)
+        return SampleBytes(content, None, None)
     image, label_at = image - start, label_at - start
-    return Content(content[image : image + size], content[label_at : label_at + LONGEST_LABEL + 1], None)
+    return SampleBytes(content[image : image + size], content[label_at : label_at + LONGEST_LABEL + 1], None)
 
 
-def _content_of(found: list[bytes], wanted: tuple[bool, bool, bool]) -> Content:
+def _build_sample_bytes(found: list[bytes], wanted: tuple[bool, bool, bool]) -> SampleBytes:
     image, label, mask = wanted
     last = found.pop() if mask else None
     middle = found.pop() if label else None
-    return Content(found.pop() if image else None, middle, last)
+    return SampleBytes(found.pop() if image else None, middle, last)
 
 
-def _build_index(shards: ShardSet) -> ShardIndex:
+def _build_index_with_progress(shards: ShardSet) -> ShardIndex:
     if sum(state.size for state in shards.states) < LONG_SCAN:
         return build_index(shards, lambda done, of: None)
-    from halfstep.terminal import progress  # here, because rich takes a while to import
+    from halfstep.terminal import display_progress  # here, because rich takes a while to import
 
-    with progress("indexing the shards", "MB") as on_progress:
+    with display_progress("indexing the shards", "MB") as on_progress:
         return build_index(shards, on_progress)
 
 
-def training_shards(root: Path) -> Path:
+def resolve_training_folder(root: Path) -> Path:
     """Return the folder that a run trains on: `train` below the root where it exists, otherwise the root."""
     return root / "train" if (root / "train").is_dir() else root
 
 
-def shard_set_at(root: str | Path) -> ShardSet:
+def build_shard_set(root: str | Path) -> ShardSet:
     """Return the shards of a folder, a file or a pattern; raise BadData if there is none."""
-    paths = shard_paths(root)
+    paths = list_shard_paths(root)
     try:
         return ShardSet.of(paths)
     except OSError as error:
@@ -415,7 +423,7 @@ def shard_set_at(root: str | Path) -> ShardSet:
         ) from error
 
 
-def lines_in(content: bytes, listed: str) -> list[str]:
+def parse_class_names(content: bytes, listed: str) -> list[str]:
     """Return the lines of a file that are not empty; raise BadData if it is not UTF-8."""
     try:
         lines = content.decode("utf-8").replace("\r", "\n").split("\n")
@@ -428,17 +436,17 @@ def lines_in(content: bytes, listed: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def shard_paths(root: str | Path) -> list[Path]:
+def list_shard_paths(root: str | Path) -> list[Path]:
     """Return the sorted shards of a folder, a file or a pattern; raise BadData if there is none."""
     given = Path(root)
-    if is_pattern(str(root)):
-        paths = [Path(name) for name in expanded(str(root))]
+    if is_shard_pattern(str(root)):
+        paths = [Path(name) for name in expand_shard_pattern(str(root))]
     elif given.is_file():
         paths = [given]
     else:
-        folder = existing(given, "the folder of shards")
+        folder = require_folder(given, "the folder of shards")
         # Compressed ones are refused when they are read, with the command that unpacks them.
-        names = find_files(folder, (".tar",)) or _parquet_files(folder) or find_files(folder, (".tar.gz", ".tgz"))
+        names = find_files(folder, (".tar",)) or _list_parquet_files(folder) or find_files(folder, (".tar.gz", ".tgz"))
         paths = [folder / name for name in names]
     missing = [path for path in paths if not path.is_file()]
     if missing or not paths:
@@ -450,7 +458,7 @@ def shard_paths(root: str | Path) -> list[Path]:
     return paths
 
 
-def _parquet_files(folder: Path) -> list[str]:
+def _list_parquet_files(folder: Path) -> list[str]:
     """Return the Parquet files of a folder; raise BadData if they are those of several splits."""
     names = find_files(folder, (PARQUET,))
     splits = sorted({name.partition("-")[0] for name in names} & SPLITS)

@@ -18,12 +18,27 @@ from typing import Any, NamedTuple, TypedDict
 
 from halfstep.data.chunk_cache import ChunkCache
 from halfstep.data.file_state import FileState
-from halfstep.data.shard_index import SUFFIX, ShardIndex, ShardSet, alone, open_index, sweep, usable
-from halfstep.data.shard_patterns import expanded, is_pattern
-from halfstep.data.shard_scan import LONGEST_LABEL, MASK_PERSON, ShardRows, not_a_shard, read_label, scan_tar
-from halfstep.data.tar_members import DamagedTar, TarReader, digest_of
+from halfstep.data.shard_index import (
+    SUFFIX,
+    ShardIndex,
+    ShardSet,
+    lock_path,
+    open_index,
+    open_usable_index,
+    remove_stale_files,
+)
+from halfstep.data.shard_patterns import expand_shard_pattern, is_shard_pattern
+from halfstep.data.shard_scan import (
+    LONGEST_LABEL,
+    MASK_PERSON,
+    ShardRows,
+    build_shard_error,
+    parse_padded_label,
+    scan_tar,
+)
+from halfstep.data.tar_members import DamagedTar, TarReader, compute_bytes_digest
 from halfstep.errors import BadData
-from halfstep.files import cache_folder, renaming, storing
+from halfstep.files import find_cache_folder, replace_file_unflushed, replace_storage_errors
 from halfstep.store.address import StoreAddress, parse_address
 from halfstep.store.objects import PART, ObjectFacts, Store, StoredObject
 
@@ -73,7 +88,7 @@ class StoredShards(ShardSet):
         try:
             return scan_tar(TarReader(read_at, one.size), posixpath.basename(one.key), is_stopped)
         except DamagedTar as error:
-            raise not_a_shard(f"{self.store.address}/{one.key}", str(error)) from None
+            raise build_shard_error(f"{self.store.address}/{one.key}", str(error)) from None
 
 
 def find_shards(place: StoreAddress, patience: float) -> StoredShards:
@@ -83,8 +98,8 @@ def find_shards(place: StoreAddress, patience: float) -> StoredShards:
     """
     named: list[str] = []
     folder, index_name = place.prefix, f"halfstep{SUFFIX}"
-    if is_pattern(place.prefix) or place.prefix.endswith(".tar"):
-        named = expanded(place.prefix) if is_pattern(place.prefix) else [place.prefix]
+    if is_shard_pattern(place.prefix) or place.prefix.endswith(".tar"):
+        named = expand_shard_pattern(place.prefix) if is_shard_pattern(place.prefix) else [place.prefix]
         folder = posixpath.commonpath([posixpath.dirname(name) for name in named])
         index_name = f"{posixpath.basename(place.prefix)}{SUFFIX}"
     store = Store(place._replace(prefix=folder), patience)
@@ -101,15 +116,15 @@ def find_shards(place: StoreAddress, patience: float) -> StoredShards:
             do="check data.path",
         )
     objects = [found[name] for name in names]
-    states = [FileState(one.size, int(one.modified.timestamp() * 1e9), _bits(one.tag), 0) for one in objects]
+    states = [FileState(one.size, int(one.modified.timestamp() * 1e9), _hash_tag(one.tag), 0) for one in objects]
     return StoredShards(Path(), names, states, store, objects, place, index_name, found.get(index_name))
 
 
-def _bits(tag: str) -> int:
+def _hash_tag(tag: str) -> int:
     return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "little")
 
 
-def _local_index(shards: StoredShards) -> Path:
+def _download_index(shards: StoredShards) -> Path:
     """Download the index next to the shards, unless the cache has it; raise BadData if there is no usable one."""
     index, newest = shards.index, max(shards.objects, key=lambda one: one.modified)
     if index is None or index.modified < newest.modified:
@@ -121,16 +136,16 @@ def _local_index(shards: StoredShards) -> Path:
             do=f"halfstep data index {shards.place}{again}",
         )
     digest = blake2b(f"{shards.key()} {index.tag}".encode(), digest_size=16).hexdigest()
-    kept = cache_folder() / "shards" / f"{digest}{SUFFIX}"
+    kept = find_cache_folder() / "shards" / f"{digest}{SUFFIX}"
     room = f"a folder that this user can write, with room for {index.size:,} bytes"
     do = "make room there, or set XDG_CACHE_HOME to another disk"
-    with storing(f"the index cannot be stored in {kept.parent}", allowed=room, do=do), alone(kept):
-        if usable(kept, shards) is None:
-            with renaming(kept) as draft, draft.open("wb") as file:
+    with replace_storage_errors(f"the index cannot be stored in {kept.parent}", allowed=room, do=do), lock_path(kept):
+        if open_usable_index(kept, shards) is None:
+            with replace_file_unflushed(kept) as draft, draft.open("wb") as file:
                 for part in shards.store.ranges(index.key, ObjectFacts(index.size, index.tag, index.modified)):
                     file.write(part)
-            sweep(kept)
-    if usable(kept, shards) is None:
+            remove_stale_files(kept)
+    if open_usable_index(kept, shards) is None:
         kept.unlink(missing_ok=True)
         raise BadData(
             f"{shards.store.address}/{index.key} is damaged, or the index of other shards",
@@ -142,7 +157,7 @@ def _local_index(shards: StoredShards) -> Path:
     return kept
 
 
-class Place(TypedDict):
+class StoreRequest(TypedDict):
     """The part of every request that names the store."""
 
     address: str
@@ -161,10 +176,10 @@ class FoundSet(NamedTuple):
     """The contents of `classes.txt` next to the shards and one folder up, their bytes as latin-1."""
 
 
-def open_set(request: Place) -> FoundSet:
+def open_set(request: StoreRequest) -> FoundSet:
     """Find the shards at an address, and copy their index to this machine."""
     shards = find_shards(parse_address(request["address"], "data.path"), request["patience"])
-    path, address = _local_index(shards), shards.store.address
+    path, address = _download_index(shards), shards.store.address
     whole = Store(address._replace(prefix=""), request["patience"])
     first = posixpath.dirname(posixpath.join(address.prefix, shards.names[0]))
     listed = dict.fromkeys(posixpath.join(folder, "classes.txt") for folder in (first, posixpath.dirname(first)))
@@ -187,7 +202,7 @@ class Chunk(NamedTuple):
     """The samples that are whole in it."""
 
 
-class ChunksRequest(Place):
+class ChunksRequest(StoreRequest):
     """The request of `fetch_chunks`."""
 
     index: str
@@ -201,46 +216,46 @@ class ChunksRequest(Place):
 
 def fetch_chunks(request: ChunksRequest) -> None:
     """Read chunks into the cache, several at a time; every sample is compared with its digest before."""
-    store, index = _store(request["address"], request["patience"]), _index(request["index"])
+    store, index = _open_store(request["address"], request["patience"]), _open_cached_index(request["index"])
     with suppress(OSError):
-        os.utime(request["index"])  # it is in use: `sweep` removes indexes that nothing has used for long
+        os.utime(request["index"])  # it is in use: `remove_stale_files` removes indexes that nothing has used for long
     cache = ChunkCache(Path(request["folder"]), request["limit"])
     chunks = [Chunk(*one) for one in request["chunks"]]
     if len(chunks) == 1:
-        _fetch(store, index, cache, chunks[0], request["verify"])
+        _fetch_chunk(store, index, cache, chunks[0], request["verify"])
         return
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(lambda chunk: _fetch(store, index, cache, chunk, request["verify"]), chunks))
+        list(pool.map(lambda chunk: _fetch_chunk(store, index, cache, chunk, request["verify"]), chunks))
 
 
-def _fetch(store: Store, index: ShardIndex, cache: ChunkCache, chunk: Chunk, verify: bool) -> None:
+def _fetch_chunk(store: Store, index: ShardIndex, cache: ChunkCache, chunk: Chunk, verify: bool) -> None:
     if cache.touch(chunk.name):
         return
-    with alone(cache.folder / chunk.name):
+    with lock_path(cache.folder / chunk.name):
         if cache.touch(chunk.name) or cache.touch(chunk.name + UNSURE):
             return
         for _ in range(TRIES if verify else 1):
             content = store.read(index.names[chunk.shard], chunk.start, chunk.size, chunk.tag)
-            is_right = not verify or _is_right(memoryview(content), index, chunk)
+            is_right = not verify or _has_right_digests(memoryview(content), index, chunk)
             if is_right:
                 break
         cache.keep(chunk.name if is_right else chunk.name + UNSURE, content)
 
 
-def _is_right(content: memoryview, index: ShardIndex, chunk: Chunk) -> bool:
+def _has_right_digests(content: memoryview, index: ShardIndex, chunk: Chunk) -> bool:
     for row in map(index.row, chunk.samples):
         at, mask_at = row.image - chunk.start, row.mask - chunk.start
-        found = digest_of(content[at : at + row.image_size])
+        found = compute_bytes_digest(content[at : at + row.image_size])
         if row.mask >= 0:
-            found ^= digest_of(content[mask_at : mask_at + row.mask_size], MASK_PERSON)
+            found ^= compute_bytes_digest(content[mask_at : mask_at + row.mask_size], MASK_PERSON)
         label_at = row.label_at - chunk.start
         label = bytes(content[label_at : label_at + LONGEST_LABEL + 1]) if row.label >= 0 else b""
-        if found != row.digest or read_label(label) != row.label:
+        if found != row.digest or parse_padded_label(label) != row.label:
             return False
     return True
 
 
-class RangeRequest(Place):
+class RangeRequest(StoreRequest):
     """The request of `read_range`."""
 
     key: str
@@ -251,15 +266,15 @@ class RangeRequest(Place):
 
 def read_range(request: RangeRequest) -> str:
     """Return a few bytes of a shard as latin-1."""
-    store = _store(request["address"], request["patience"])
+    store = _open_store(request["address"], request["patience"])
     return store.read(request["key"], request["start"], request["size"], request["tag"]).decode("latin-1")
 
 
 @lru_cache(4)
-def _store(address: str, patience: float) -> Store:
+def _open_store(address: str, patience: float) -> Store:
     return Store(parse_address(address, "data.path"), patience)
 
 
 @lru_cache(4)
-def _index(path: str) -> ShardIndex:
+def _open_cached_index(path: str) -> ShardIndex:
     return open_index(Path(path))

@@ -19,18 +19,18 @@ from torch.utils.data import get_worker_info
 from halfstep.data import store_set
 from halfstep.data.chunk_cache import ChunkCache
 from halfstep.data.dataset import BadSample
-from halfstep.data.held_out import Numbers
+from halfstep.data.held_out import SampleNumbers
 from halfstep.data.image_files import MOST_BYTES
-from halfstep.data.layout import place_of
-from halfstep.data.shard_bytes import Part, joined, parts_in
+from halfstep.data.layout import compute_split_position
+from halfstep.data.shard_bytes import Part, merge_near_parts, read_handle_parts
 from halfstep.data.shard_index import PLACE, SampleRow, open_index
-from halfstep.data.shard_scan import LONGEST_LABEL, ShardRows, not_a_shard, scan_tar
-from halfstep.data.shards import OTHER_BYTES, Content, Shards, lines_in
+from halfstep.data.shard_scan import LONGEST_LABEL, ShardRows, build_shard_error, scan_tar
+from halfstep.data.shards import OTHER_BYTES, SampleBytes, Shards, parse_class_names
 from halfstep.data.store_set import UNSURE, Chunk, FoundSet
 from halfstep.data.tar_members import AT_ONCE, DamagedTar, TarReader
 from halfstep.errors import BadData, BadRecipe, StorageFailed, StoreFailed
-from halfstep.files import cache_folder
-from halfstep.store.address import check_installed, parse_address
+from halfstep.files import find_cache_folder
+from halfstep.store.address import check_obstore_installed, parse_address
 from halfstep.store.failures import CHANGED, MISSING
 from halfstep.store.objects import PATIENCE
 from halfstep.store.process import LOST, StoreProcess
@@ -54,11 +54,11 @@ class StoreShards(Shards):
         self, root: str, *given: Any, patience: float = PATIENCE, cache: float = CACHE, **options: Any
     ) -> None:
         self.patience = patience
-        self.cache = ChunkCache(cache_folder() / "chunks", int(cache * 1e9))
+        self.cache = ChunkCache(find_cache_folder() / "chunks", int(cache * 1e9))
         super().__init__(root, *given, **options)
 
     def _open(self, root: str | Path) -> None:
-        check_installed()
+        check_obstore_installed()
         self.address = str(parse_address(str(root), "data.path"))
         found = FoundSet(*self._ask("open_set"))
         self.address, self._tags, self._listed = found.address, found.tags, found.classes
@@ -83,16 +83,16 @@ class StoreShards(Shards):
         if get_worker_info() is not None:
             return getattr(store_set, function)(request)
         try:
-            return _process().call(f"{store_set.__name__}:{function}", request)
+            return _ensure_store_process().call(f"{store_set.__name__}:{function}", request)
         except StoreFailed as failure:
             if failure.kind == LOST:  # it was killed, and the next call starts another one
-                return _process().call(f"{store_set.__name__}:{function}", request)
+                return _ensure_store_process().call(f"{store_set.__name__}:{function}", request)
             kind = {BadData.id: BadData, StorageFailed.id: StorageFailed}.get(failure.kind)
             raise kind(failure.given, allowed=failure.allowed, do=failure.do) if kind else failure from None
 
     def _class_lists(self) -> Iterator[list[str]]:
         for text in self._listed:
-            yield lines_in(text.encode("latin-1"), f"{self.address}: classes.txt")
+            yield parse_class_names(text.encode("latin-1"), f"{self.address}: classes.txt")
 
     # -- chunks -------------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class StoreShards(Shards):
         """Return the bytes of chunks that may be open at once: half of the cache, since the next ones are fetched."""
         return self.cache.room() // 2 * nodes
 
-    def divided(self, share: float) -> tuple[Numbers, Numbers]:
+    def divided(self, share: float) -> tuple[SampleNumbers, SampleNumbers]:
         """Return the numbers of the samples for training, and of those for validation."""
         self._sides = list(both := super().divided(share))
         return both
@@ -111,7 +111,7 @@ class StoreShards(Shards):
         upper = np.concatenate(columns).astype(np.uint64)
         _, which, counts = np.unique(upper, return_inverse=True, return_counts=True)
         unclear = (counts[which] > 1) | (upper == int(share * 2**32))
-        return [place_of(self.key(n)) if unclear[n] else int(one) / 2**32 for n, one in enumerate(upper)]
+        return [compute_split_position(self.key(n)) if unclear[n] else int(one) / 2**32 for n, one in enumerate(upper)]
 
     def announce(self, chunks: Sequence[tuple[int, int]], number: Callable[[int], int]) -> None:
         """Fetch the chunks of an order."""
@@ -152,8 +152,8 @@ class StoreShards(Shards):
         found = []
         for shard, parts in by_shard.items():
             small = (one for ones in parts.values() for one in ones if one[1] <= MOST_BYTES)
-            for start, size in joined(small, self.near, self._largest):
-                inside = [n for n, ones in parts.items() if all(_is_in(one, start, size) for one in ones)]
+            for start, size in merge_near_parts(small, self.near, self._largest):
+                inside = [n for n, ones in parts.items() if all(_is_within_range(one, start, size) for one in ones)]
                 first = self.index.first(shard)
                 facts = (self.index.content(shard), start, size, self._verify_every > 0, [n - first for n in inside])
                 name = blake2b(repr(facts).encode(), digest_size=16).hexdigest()
@@ -166,7 +166,7 @@ class StoreShards(Shards):
         """Read nothing: chunks are kept."""
         return iter(())
 
-    def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> Content:
+    def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> SampleBytes:
         self._check_sizes(index, row, wanted)
         parts = [(row.image, row.image_size), (row.label_at, LONGEST_LABEL + 1), (row.mask, row.mask_size)]
         try:
@@ -177,11 +177,11 @@ class StoreShards(Shards):
             if failure.kind in (CHANGED, MISSING):
                 raise BadSample(self.name(index), "its shard was replaced or removed") from None
             raise
-        return Content(*found)
+        return SampleBytes(*found)
 
     def _bytes(self, index: int, row: SampleRow, part: Part, doubts: list[str]) -> bytes:
         chunks = self._chunks(*self._place(index))
-        chunk = next(one for one in chunks if one.shard == row.shard and _is_in(part, one.start, one.size))
+        chunk = next(one for one in chunks if one.shard == row.shard and _is_within_range(part, one.start, one.size))
         if self._verify_every and index not in chunk.samples:
             doubts.append(OTHER_BYTES)
         for _ in range(TRIES):
@@ -190,7 +190,7 @@ class StoreShards(Shards):
                     continue
                 try:
                     doubts += [OTHER_BYTES] * name.endswith(UNSURE)
-                    return parts_in(handle, [(part[0] - chunk.start, part[1])])[0]
+                    return read_handle_parts(handle, [(part[0] - chunk.start, part[1])])[0]
                 except EOFError:  # somebody has cut it
                     (self.cache.folder / name).unlink(missing_ok=True)
                 except OSError as error:
@@ -224,21 +224,21 @@ class StoreShards(Shards):
             with self._tar(shard, AT_ONCE) as tar:
                 return scan_tar(tar, posixpath.basename(self.index.names[shard]), is_stopped)
         except (OSError, DamagedTar) as error:
-            raise not_a_shard(self.where(shard), str(error)) from None
+            raise build_shard_error(self.where(shard), str(error)) from None
 
     def where(self, shard: int) -> str:
         """Return the address of a shard."""
         return f"{self.address}/{self.index.names[shard]}"
 
 
-def _is_in(part: Part, start: int, size: int) -> bool:
+def _is_within_range(part: Part, start: int, size: int) -> bool:
     return start <= part[0] and part[0] + part[1] <= start + size
 
 
 _started: tuple[tuple[int, int], StoreProcess] | None = None
 
 
-def _process() -> StoreProcess:
+def _ensure_store_process() -> StoreProcess:
     """Return the process for requests of this one; another one where the credentials in the environment changed."""
     global _started
     now = os.getpid(), hash(frozenset(os.environ.items()))

@@ -78,7 +78,7 @@ class TarReader:
                 break
             self._headers.append(place)
             kind, content = buffer[place + 156], at + BLOCK
-            size = _number(buffer[place + 124 : place + 136], at)
+            size = _parse_header_number(buffer[place + 124 : place + 136], at)
             is_file = kind in _FILES
             if is_file and size_before >= 0:
                 size = size_before
@@ -88,7 +88,7 @@ class TarReader:
             if kind in _HEADERS:
                 if (extra := extra + 1) > _MOST_HEADERS or size > LONGEST_NAME:
                     raise DamagedTar(f"a header of {size:,} bytes at byte {at:,}, more than {LONGEST_NAME:,}")
-                name, size_before = _read_extended_header(kind, self.read(content, size), at, name, size_before)
+                name, size_before = _parse_extended_header(kind, self.read(content, size), at, name, size_before)
                 at = after
                 continue
             if kind == _SPARSE:
@@ -96,7 +96,7 @@ class TarReader:
             if (count := count + 1) > MOST_MEMBERS:
                 raise DamagedTar(f"more than {MOST_MEMBERS:,} members")
             if is_file:
-                name = name or _name_in(buffer, place)
+                name = name or _parse_member_name(buffer, place)
                 # Before ustar, a folder was a file whose name ends with a slash.
                 if kind or not name.endswith(b"/"):
                     yield Member(begin, name, content, size)
@@ -128,7 +128,7 @@ class TarReader:
         """Return 64 bits of the BLAKE2b of the content at an offset."""
         place = at - self._base
         if place >= 0 and place + size <= len(self._buffer):
-            return digest_of(memoryview(self._buffer)[place : place + size], person)
+            return compute_bytes_digest(memoryview(self._buffer)[place : place + size], person)
         found = blake2b(digest_size=8, person=person)
         for start in range(at, at + size, self._at_once):
             found.update(self.read(start, min(self._at_once, at + size - start)))
@@ -150,23 +150,23 @@ class TarReader:
         headers[:, 148:156], given = 32, headers[:, 148:156].copy()
         sums, signed = headers.sum(1, dtype=np.int64), headers.view(np.int8).sum(1, dtype=np.int64)
         for place, field, one, other in zip(places, given, sums, signed, strict=True):
-            if _number(field.tobytes(), at := self._base + int(place)) not in (one, other):
+            if _parse_header_number(field.tobytes(), at := self._base + int(place)) not in (one, other):
                 raise DamagedTar(f"a damaged header at byte {at:,}")
 
 
-def digest_of(content: bytes | memoryview, person: bytes = b"") -> int:
+def compute_bytes_digest(content: bytes | memoryview, person: bytes = b"") -> int:
     """Return 64 bits of the BLAKE2b of some bytes."""
     return int.from_bytes(blake2b(content, digest_size=8, person=person).digest(), "little")
 
 
-def _name_in(buffer: bytes, place: int) -> bytes:
+def _parse_member_name(buffer: bytes, place: int) -> bytes:
     name = buffer[place : place + 100].split(b"\0", 1)[0]
     if buffer[place + 345]:
         return buffer[place + 345 : place + 500].split(b"\0", 1)[0] + b"/" + name
     return name
 
 
-def _number(field: bytes, at: int) -> int:
+def _parse_header_number(field: bytes, at: int) -> int:
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") if field[0] == 0x80 else -1
     try:
@@ -175,7 +175,7 @@ def _number(field: bytes, at: int) -> int:
         raise DamagedTar(f"a damaged header at byte {at:,}") from None
 
 
-def _read_extended_header(kind: int, content: bytes, at: int, name: bytes, size_before: int) -> tuple[bytes, int]:
+def _parse_extended_header(kind: int, content: bytes, at: int, name: bytes, size_before: int) -> tuple[bytes, int]:
     """Return the name and the size that a header gives the next member; those from before where it gives none."""
     if kind == _LONG_NAME:
         return content.split(b"\0", 1)[0], size_before
@@ -196,7 +196,7 @@ def _read_extended_header(kind: int, content: bytes, at: int, name: bytes, size_
 
 
 @contextmanager
-def opened_tar(path: Path, at_once: int = AT_ONCE) -> Iterator[TarReader]:
+def open_tar(path: Path, at_once: int = AT_ONCE) -> Iterator[TarReader]:
     """Open a tar file; raise OSError if it cannot be opened."""
     # Opening a FIFO would otherwise wait for a writer.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))

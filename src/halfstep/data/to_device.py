@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-def placed(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
+def move_model_to_device(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
     """Return the model on its device, with the weights of 2d convolutions in the memory format of its images."""
     model = model.to(device)
     for parameter in model.parameters() if channels_last else ():

@@ -87,7 +87,7 @@ def has_tokens(folder: Path) -> bool:
     return (folder / INDEX).is_file()
 
 
-def read_index(folder: Path) -> TokenIndex:
+def read_token_index(folder: Path) -> TokenIndex:
     """Return the index of a folder; raise BadData if there is none, or if it contradicts the files."""
     allowed = "a folder that halfstep data tokens wrote"
     do = f"halfstep data tokens FILES --tokenizer train:4096 --out {folder}"
@@ -112,7 +112,7 @@ class TokenArray:
 
     def __init__(self, folder: Path, split: str, index: TokenIndex | None = None) -> None:
         self.folder, self.split = folder, split
-        self.index = index or read_index(folder)
+        self.index = index or read_token_index(folder)
         self.facts = self.index.split(split)
         self.dtype = np.dtype(self.index.dtype).newbyteorder("<")
         self._starts = [0, *accumulate(shard.tokens for shard in self.facts.shards)]
@@ -145,7 +145,7 @@ class TokenArray:
         """Return the end of each document in the split, its end token included."""
         path, expected = self.folder / f"{self.split}.documents.bin", self.facts.documents * 8
         if not path.is_file() or path.stat().st_size != expected:
-            raise _changed_shard_error(path, f"missing, or not of {expected:,} bytes")
+            raise _build_changed_shard_error(path, f"missing, or not of {expected:,} bytes")
         return np.fromfile(path, dtype="<i8")
 
     def names(self) -> list[str]:
@@ -173,7 +173,7 @@ class TokenArray:
             now = FileState.of(os.stat(path))
             if now == self._states[number]:
                 return
-            if now.size != self._states[number].size or sha256_of(path) != shard.sha256:
+            if now.size != self._states[number].size or compute_sha256(path) != shard.sha256:
                 raise BadSample(str(path), "its shard has changed since the run began")
         except OSError as error:
             raise BadSample(str(path), error.strerror or type(error).__name__) from error
@@ -185,20 +185,20 @@ class TokenArray:
         try:
             found = FileState.of(os.stat(path))
         except OSError as error:
-            raise _changed_shard_error(path, error.strerror or type(error).__name__) from error
+            raise _build_changed_shard_error(path, error.strerror or type(error).__name__) from error
         expected = shard.tokens * self.dtype.itemsize
         if found.size != expected:
-            raise _changed_shard_error(path, f"{found.size:,} bytes, and {expected:,} in the index")
+            raise _build_changed_shard_error(path, f"{found.size:,} bytes, and {expected:,} in the index")
         return found
 
 
-def _changed_shard_error(path: Path, why: str) -> BadData:
+def _build_changed_shard_error(path: Path, why: str) -> BadData:
     return BadData(
         f"{path}: {why}", allowed="the shards that the index names, complete", do="copy the folder again, all of it"
     )
 
 
-def sha256_of(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """Return the SHA-256 of a file; raise OSError if it cannot be read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -20,24 +20,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.data.image_files import find_files as files_below
-from halfstep.data.layout import held_out_exactly, places_of
+from halfstep.data.layout import compute_split_positions, select_validation_exactly
 from halfstep.data.token_files import (
     TOKENIZER,
     VERSION,
     TokenIndex,
     TokenSplit,
     TokenWriter,
+    compute_sha256,
     has_tokens,
-    read_index,
-    sha256_of,
+    read_token_index,
 )
-from halfstep.draw.notebook import ShownAsPage
-from halfstep.errors import BadData, FolderTaken, StorageFailed, WrongUse, require
-from halfstep.files import cache_folder, making_folder, storing
+from halfstep.draw.notebook import PageResult
+from halfstep.errors import BadData, FolderTaken, StorageFailed, WrongUse, check_packages_installed
+from halfstep.files import create_folder_atomically, find_cache_folder, replace_storage_errors
 from halfstep.json_data import JsonResult
-from halfstep.numbers import several, size
+from halfstep.numbers import format_bytes, format_counted_noun
 from halfstep.page import Column, Page, Paragraph, Span, Table
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 from halfstep.status_line import OnProgress
 
 SUFFIXES = (
@@ -72,7 +72,7 @@ class Document(NamedTuple):
     pieces: Callable[[], Iterator[str]]
 
 
-class LeftOut(NamedTuple):
+class SkippedDocument(NamedTuple):
     """A document that is not among the tokens, and why."""
 
     name: str
@@ -80,7 +80,7 @@ class LeftOut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokensReport(ShownAsPage, JsonResult):
+class TokensReport(PageResult, JsonResult):
     """The tokens that were written."""
 
     folder: Path
@@ -89,33 +89,33 @@ class TokensReport(ShownAsPage, JsonResult):
     dtype: str
     train: TokenSplit
     val: TokenSplit
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[SkippedDocument, ...]
     notes: tuple[str, ...]
 
     def page(self) -> Page:
         """Return the splits, and the documents that were left out."""
         splits = {"train": self.train, "held out": self.val}
         rows = tuple(
-            (name, f"{s.documents:,}", f"{s.tokens:,}", size(s.bytes), f"{s.bytes / max(s.tokens, 1):.2f}")
+            (name, f"{s.documents:,}", f"{s.tokens:,}", format_bytes(s.bytes), f"{s.bytes / max(s.tokens, 1):.2f}")
             for name, s in splits.items()
         )
         columns = (Column(), *(Column(head, "right") for head in ("documents", "tokens", "text", "bytes a token")))
-        head = f"{in_line(self.folder)}: {self.vocabulary:,} tokens in the vocabulary, {self.dtype}"
-        lost = [f"left out: {in_line(one.name)}: {one.reason}" for one in self.left_out[:3]]
+        head = f"{escape_to_one_line(self.folder)}: {self.vocabulary:,} tokens in the vocabulary, {self.dtype}"
+        lost = [f"left out: {escape_to_one_line(one.name)}: {one.reason}" for one in self.left_out[:3]]
         more = [f"and {len(self.left_out) - 3:,} more (--json)"] if len(self.left_out) > 3 else []
-        lines = (Paragraph(in_line(line), indent=True) for line in (*self.notes, *lost, *more))
+        lines = (Paragraph(escape_to_one_line(line), indent=True) for line in (*self.notes, *lost, *more))
         return Page("tokens", (Paragraph(Span(head, strong=True), wrap=False), Table(columns, rows), *lines))
 
 
 # -- documents --------------------------------------------------------------------------------------------------------
 
 
-def documents_in(places: Sequence[str | Path], separator: str | None = None) -> list[Document]:
+def list_documents(places: Sequence[str | Path], separator: str | None = None) -> list[Document]:
     """Return the documents of files and folders, in order of their names; raise BadData if there are none."""
     found: dict[str, Document] = {}
     for place in places:
-        for name, path in _files(Path(os.path.expanduser(place)), alone=len(places) == 1):
-            for one in _documents(name, path, separator):
+        for name, path in _list_text_files(Path(os.path.expanduser(place)), alone=len(places) == 1):
+            for one in _iterate_documents(name, path, separator):
                 if one.name in found:
                     raise BadData(
                         f"two documents have the name {one.name}",
@@ -132,7 +132,7 @@ def documents_in(places: Sequence[str | Path], separator: str | None = None) -> 
     return list(found.values())
 
 
-def _files(place: Path, alone: bool) -> list[tuple[str, Path]]:
+def _list_text_files(place: Path, alone: bool) -> list[tuple[str, Path]]:
     if place.is_dir():
         # With the folder's name where there are several: files of two folders may have the same one.
         under = "" if alone else f"{place.resolve().name}/"
@@ -144,36 +144,36 @@ def _files(place: Path, alone: bool) -> list[tuple[str, Path]]:
     return [(place.name, place)]
 
 
-def _documents(name: str, path: Path, separator: str | None) -> Iterator[Document]:
+def _iterate_documents(name: str, path: Path, separator: str | None) -> Iterator[Document]:
     if path.suffix.lower() in LINES:
-        yield from _jsonl_documents(name, path)
+        yield from _iterate_jsonl_documents(name, path)
     elif separator is None:
-        yield Document(name, lambda: _pieces(path))
+        yield Document(name, lambda: _iterate_file_pieces(path))
     else:
         try:
-            text = "".join(_pieces(path))
+            text = "".join(_iterate_file_pieces(path))
         except (OSError, ValueError):
-            yield Document(name, lambda: _pieces(path))  # left out with the reason
+            yield Document(name, lambda: _iterate_file_pieces(path))  # left out with the reason
             return
         for number, part in enumerate(part for part in text.split(separator) if part.strip()):
-            yield _hold_in_memory(f"{name}#{number}", part)
+            yield _build_memory_document(f"{name}#{number}", part)
 
 
-def _hold_in_memory(name: str, text: str) -> Document:
-    return Document(name, lambda: _cut_text(text))
+def _build_memory_document(name: str, text: str) -> Document:
+    return Document(name, lambda: _iterate_text_pieces(text))
 
 
-def _jsonl_documents(name: str, path: Path) -> Iterator[Document]:
+def _iterate_jsonl_documents(name: str, path: Path) -> Iterator[Document]:
     """Yield the lines of a .jsonl file; each is read again when it is used."""
     with path.open("rb") as file:
         place = 0
         for number, line in enumerate(file):
             start, place = place, place + len(line)
             if line.strip():
-                yield Document(f"{name}#{number}", _line_reader(path, start, len(line)))
+                yield Document(f"{name}#{number}", _build_line_reader(path, start, len(line)))
 
 
-def _line_reader(path: Path, start: int, length: int) -> Callable[[], Iterator[str]]:
+def _build_line_reader(path: Path, start: int, length: int) -> Callable[[], Iterator[str]]:
     def read() -> Iterator[str]:
         with path.open("rb") as file:
             file.seek(start)
@@ -182,12 +182,12 @@ def _line_reader(path: Path, start: int, length: int) -> Callable[[], Iterator[s
         text = found.get("text") if isinstance(found, dict) else found
         if not isinstance(text, str):
             raise ValueError("no field text" + (f", but {', '.join(found)}" if isinstance(found, dict) else ""))
-        return _cut_text(text)
+        return _iterate_text_pieces(text)
 
     return read
 
 
-def _pieces(path: Path) -> Iterator[str]:
+def _iterate_file_pieces(path: Path) -> Iterator[str]:
     """Yield the text of a file in pieces; raise ValueError if it is no UTF-8, or no text."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held = ""
@@ -195,7 +195,7 @@ def _pieces(path: Path) -> Iterator[str]:
         while block := file.read(PIECE):
             if b"\0" in block:
                 raise ValueError("not text: it contains NUL bytes")
-            *whole, held = _cut_text(held + decoder.decode(block))
+            *whole, held = _iterate_text_pieces(held + decoder.decode(block))
             yield from whole
     held += decoder.decode(b"", final=True)
     if held:
@@ -208,7 +208,7 @@ _LINE_START = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S\r)(?=\n\S)")
 """A place where a text can be cut without another tokenization of its parts."""
 
 
-def _cut_text(text: str) -> Iterator[str]:
+def _iterate_text_pieces(text: str) -> Iterator[str]:
     """Yield a text in pieces of about `PIECE` characters, cut at the beginning of a line."""
     start = 0
     while len(text) - start > 2 * PIECE:
@@ -229,24 +229,24 @@ class EndedTokenizer(NamedTuple):
     end: int
 
 
-def _package() -> Any:
-    require("tokenizers")
+def _import_tokenizers() -> Any:
+    check_packages_installed("tokenizers")
     import tokenizers
 
     return tokenizers
 
 
-def open_tokenizer(place: str | Path, end: str | None = None) -> EndedTokenizer:
+def read_ended_tokenizer(place: str | Path, end: str | None = None) -> EndedTokenizer:
     """Return the tokenizer in a `tokenizer.json`, or in a folder that has one, and its end token."""
     tokenizer, path = read_tokenizer(place), Path(os.path.expanduser(place))
-    return EndedTokenizer(tokenizer, _end_of(tokenizer, path / TOKENIZER if path.is_dir() else path, end))
+    return EndedTokenizer(tokenizer, _resolve_end_token(tokenizer, path / TOKENIZER if path.is_dir() else path, end))
 
 
 def read_tokenizer(place: str | Path) -> Any:
     """Return the tokenizer in a `tokenizer.json`, or in a folder that has one."""
     path = Path(os.path.expanduser(place))
     path = path / TOKENIZER if path.is_dir() else path
-    package = _package()
+    package = _import_tokenizers()
     if not path.is_file():
         older = any((path.parent / name).is_file() for name in OLDER)
         write = f"A.from_pretrained('{path.parent}').save_pretrained('{path.parent}')"
@@ -270,7 +270,7 @@ def read_tokenizer(place: str | Path) -> Any:
     return tokenizer
 
 
-def _end_of(tokenizer: Any, path: Path, given: str | None) -> int:
+def _resolve_end_token(tokenizer: Any, path: Path, given: str | None) -> int:
     names = [given] if given is not None else [*_read_end_tokens(path), *ENDS]
     for name in names:
         number: int | None = tokenizer.token_to_id(name)
@@ -297,7 +297,7 @@ _LONG_WORD = re.compile(r"\S{256}")
 
 def train_tokenizer(documents: Iterable[Document], vocabulary: int, end: str = END) -> EndedTokenizer:
     """Return a byte-level BPE tokenizer, trained on these documents; the end token is number 0."""
-    package = _package()
+    package = _import_tokenizers()
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = package.decoders.ByteLevel()
@@ -307,14 +307,14 @@ def train_tokenizer(documents: Iterable[Document], vocabulary: int, end: str = E
         initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    pieces = (piece for one in documents for piece in _readable(one))
+    pieces = (piece for one in documents for piece in _iterate_readable_pieces(one))
     # The trainer's time grows with the square of a word: a line of base64 or of DNA would take hours.
     tokenizer.train_from_iterator((_LONG_WORD.sub(r"\g<0> ", piece) for piece in pieces), trainer)
     tokenizer.encode_special_tokens = True
     return EndedTokenizer(tokenizer, 0)
 
 
-def _readable(document: Document) -> Iterator[str]:
+def _iterate_readable_pieces(document: Document) -> Iterator[str]:
     try:
         yield from document.pieces()
     except (OSError, ValueError):
@@ -343,42 +343,42 @@ def write_tokens(
             f"--tokenizer {tokenizer}", allowed=f"{SMALLEST} tokens or more", do=f"--tokenizer train:{SMALLEST}"
         )
     if not asked:
-        opened = open_tokenizer(tokenizer, end)
-    documents, left_out, notes = _select_with_text(documents_in(places, separator))
+        opened = read_ended_tokenizer(tokenizer, end)
+    documents, left_out, notes = _select_with_text(list_documents(places, separator))
     if len(documents) == 1:
         documents = _divide_document(documents[0], val)
         notes.append(f"one document: its last {val:.0%} is held out; --separator TEXT divides it into documents")
         held = {1}
     else:
-        held = held_out_exactly(places_of(one.name for one in documents), val)
+        held = select_validation_exactly(compute_split_positions(one.name for one in documents), val)
     if asked:
         own = (one for number, one in enumerate(documents) if number not in held)
         opened = train_tokenizer(own, int(asked[1]), end or END)
     with (
-        storing(
+        replace_storage_errors(
             f"{out} cannot be written",
             allowed="a writable folder with room for the tokens",
             do="give --out FOLDER, a writable path",
         ),
-        making_folder(out) as draft,
+        create_folder_atomically(out) as draft,
     ):
-        failed, inner_ends = _write(documents, held, opened, draft, on_progress)
+        failed, inner_ends = _write_documents(documents, held, opened, draft, on_progress)
         left_out += failed
-        index = read_index(draft)
+        index = read_token_index(draft)
         _refuse_empty(index, left_out, out)
     name = opened.tokenizer.id_to_token(opened.end)
     if inner_ends:
-        many = several(inner_ends, "document")
+        many = format_counted_noun(inner_ends, "document")
         notes.append(f"{many} more in a run: the text itself has the end token {name}; --end TOKEN names another")
     return TokensReport(out, index.vocabulary, name, index.dtype, index.train, index.val, tuple(left_out), tuple(notes))
 
 
-def _select_with_text(documents: Sequence[Document]) -> tuple[list[Document], list[LeftOut], list[str]]:
+def _select_with_text(documents: Sequence[Document]) -> tuple[list[Document], list[SkippedDocument], list[str]]:
     """Return the documents with text, of which a share is held out, the others, and notes.
 
     Raise BadData if none has text.
     """
-    found, left_out, json_text = list[Document](), list[LeftOut](), list[str]()
+    found, left_out, json_text = list[Document](), list[SkippedDocument](), list[str]()
     for document in documents:
         try:
             pieces = document.pieces()
@@ -386,11 +386,11 @@ def _select_with_text(documents: Sequence[Document]) -> tuple[list[Document], li
             if first.strip() or next(pieces, ""):
                 found.append(document)
             else:
-                left_out.append(LeftOut(document.name, "empty"))
+                left_out.append(SkippedDocument(document.name, "empty"))
             if "#" not in document.name and _JSON.match(first):
                 json_text.append(document.name)
         except (OSError, ValueError) as error:
-            left_out.append(LeftOut(document.name, _error_reason(error)))
+            left_out.append(SkippedDocument(document.name, _describe_read_error(error)))
     if not found:
         raise BadData(
             f"no document has text; {left_out[0].name}: {left_out[0].reason}",
@@ -398,14 +398,15 @@ def _select_with_text(documents: Sequence[Document]) -> tuple[list[Document], li
             do="add documents, rename the field, or convert them: iconv -f latin1 -t utf-8 FILE",
         )
     notes = [
-        f"{several(len(json_text), 'file')} of JSON read as plain text, such as {name}; in a .jsonl file, the field "
+        f"{format_counted_noun(len(json_text), 'file')} of JSON read as plain text, such as {name}; in a .jsonl "
+        "file, the field "
         "text of each line is a document"
         for name in json_text[:1]
     ]
     return found, left_out, notes
 
 
-def _refuse_empty(index: TokenIndex, left_out: Sequence[LeftOut], out: Path) -> None:
+def _refuse_empty(index: TokenIndex, left_out: Sequence[SkippedDocument], out: Path) -> None:
     for name, split in (("train", index.train), ("held-out", index.val)):
         if not split.documents:
             why = f"; {left_out[0].name}: {left_out[0].reason}" if left_out else ""
@@ -422,7 +423,7 @@ def _divide_document(document: Document, val: float) -> list[Document]:
         text = "".join(document.pieces())
     except (OSError, ValueError) as error:
         raise BadData(
-            f"{document.name}: {_error_reason(error)}", allowed="text in UTF-8", do="convert it, or add files"
+            f"{document.name}: {_describe_read_error(error)}", allowed="text in UTF-8", do="convert it, or add files"
         ) from error
     if len(text) < SHORTEST:
         raise BadData(
@@ -433,18 +434,21 @@ def _divide_document(document: Document, val: float) -> list[Document]:
     at = round(len(text) * (1.0 - val))
     found = text.find("\n", at)
     at = found + 1 if 0 <= found < len(text) - 1 else at
-    return [_hold_in_memory(f"{document.name}#0", text[:at]), _hold_in_memory(f"{document.name}#1", text[at:])]
+    return [
+        _build_memory_document(f"{document.name}#0", text[:at]),
+        _build_memory_document(f"{document.name}#1", text[at:]),
+    ]
 
 
-def _write(
+def _write_documents(
     documents: Sequence[Document], held: set[int], opened: EndedTokenizer, folder: Path, on_progress: OnProgress
-) -> tuple[list[LeftOut], int]:
+) -> tuple[list[SkippedDocument], int]:
     """Write all documents; return those that are left out, and how often the end token is inside a document."""
     tokenizer, end = opened
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
     train, val = (TokenWriter(folder, split, dtype, end) for split in ("train", "val"))
-    left_out: list[LeftOut] = []
+    left_out: list[SkippedDocument] = []
     batch: list[_Piece] = []
     for number, document in enumerate(documents):
         writer = val if number in held else train
@@ -453,20 +457,20 @@ def _write(
             pieces = document.pieces()
             first, second = next(pieces, ""), next(pieces, None)
         except (OSError, ValueError) as error:
-            left_out.append(LeftOut(document.name, _error_reason(error)))
+            left_out.append(SkippedDocument(document.name, _describe_read_error(error)))
             continue
         if second is None:
             batch.append(_Piece(writer, document.name, first))
         else:
             _write_batch(batch, tokenizer)
-            left_out += _write_large(writer, document.name, chain((first, second), pieces), tokenizer)
+            left_out += _write_large_document(writer, document.name, chain((first, second), pieces), tokenizer)
         if len(batch) >= BATCH:
             _write_batch(batch, tokenizer)
         on_progress(number + 1, len(documents))
     _write_batch(batch, tokenizer)
     tokenizer.save(str(folder / TOKENIZER), pretty=False)
     own, held_out = train.close(), val.close()
-    digest = sha256_of(folder / TOKENIZER)
+    digest = compute_sha256(folder / TOKENIZER)
     TokenIndex(VERSION, dtype, vocabulary, end, digest, own, held_out).write(folder)  # type: ignore[arg-type]
     return left_out, train.inner_ends + val.inner_ends
 
@@ -485,16 +489,18 @@ def _write_batch(batch: list[_Piece], tokenizer: Any) -> None:
     batch.clear()
 
 
-def _write_large(writer: TokenWriter, name: str, pieces: Iterator[str], tokenizer: Any) -> Iterator[LeftOut]:
+def _write_large_document(
+    writer: TokenWriter, name: str, pieces: Iterator[str], tokenizer: Any
+) -> Iterator[SkippedDocument]:
     try:
         for text in pieces:
             writer.add(tokenizer.encode(text, add_special_tokens=False).ids, len(text.encode()))
     except (OSError, ValueError) as error:
-        yield LeftOut(name, f"all but its beginning: {_error_reason(error)}")
+        yield SkippedDocument(name, f"all but its beginning: {_describe_read_error(error)}")
     writer.end_document(name)
 
 
-def _error_reason(error: Exception) -> str:
+def _describe_read_error(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8, at byte {error.start:,} of a block"
     return getattr(error, "strerror", None) or str(error)[:120] or type(error).__name__
@@ -503,7 +509,7 @@ def _error_reason(error: Exception) -> str:
 # -- Python's own text ------------------------------------------------------------------------------------------------
 
 
-def python_tokens(files: int, vocabulary: int) -> Path:
+def write_python_tokens(files: int, vocabulary: int) -> Path:
     """Return a folder with the tokens of Python's own standard library, made once and kept in the cache."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = [folder / name for name in sorted(os.listdir(folder)) if name.endswith(".py")][:files]
@@ -514,7 +520,7 @@ def python_tokens(files: int, vocabulary: int) -> Path:
             do="make tokens from your text: halfstep data tokens FILES --tokenizer train:4096 --out FOLDER",
         )
     version = ".".join(map(str, sys.version_info[:3]))
-    place = cache_folder() / "tokens" / f"python-{version}-{len(found)}-{vocabulary}-{VERSION}"
+    place = find_cache_folder() / "tokens" / f"python-{version}-{len(found)}-{vocabulary}-{VERSION}"
     if has_tokens(place):
         return place
     try:

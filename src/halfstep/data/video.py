@@ -15,11 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.dataset import BadSample, Files, Sample, Subset, notices_changes, split
-from halfstep.data.folders import MASKS_RULE, NumberedFiles, check_same_size, paired
-from halfstep.data.image_files import MOST_PIXELS, Unreadable, check_regular, existing, find_files, image_files
-from halfstep.data.image_io import MaskClasses, mask_of, read_image
-from halfstep.data.layout import Rule, held_out_by_place
+from halfstep.data.dataset import BadSample, Files, Sample, Subset, can_detect_changes, split_source
+from halfstep.data.folders import MASKS_RULE, NumberedFiles, check_same_size, pair_images
+from halfstep.data.image_files import (
+    MOST_PIXELS,
+    UnreadableFile,
+    check_regular_file,
+    find_files,
+    list_image_files,
+    require_folder,
+)
+from halfstep.data.image_io import MaskClasses, read_image, read_mask
+from halfstep.data.layout import Rule, select_validation_by_position
 from halfstep.errors import BadData, HalfstepError, MissingExtra
 
 MOST_CLIP_PIXELS = 4 * MOST_PIXELS
@@ -49,7 +56,7 @@ class Recordings(Protocol):
     def files_of(self, number: int, frames: range) -> Files: ...
 
 
-class Windows:
+class ClipWindows:
     """A source of clips of `frames` frames, one in `every`, without overlap; short recordings give none.
 
     Raises BadData if no recording is long enough.
@@ -91,7 +98,7 @@ class Windows:
     @property
     def notices_changes(self) -> bool:
         """Whether the recordings notice files that change under a run."""
-        return notices_changes(self.recordings)
+        return can_detect_changes(self.recordings)
 
     def by_recording(self) -> list[list[int]]:
         """Return the clips of each recording that has any."""
@@ -113,7 +120,9 @@ class Windows:
         return number, range(first, first + self._span, self.every)
 
 
-def split_recordings(windows: Windows, fraction: float, rule: Rule = held_out_by_place) -> tuple[Subset, Subset]:
+def split_recordings(
+    windows: ClipWindows, fraction: float, rule: Rule = select_validation_by_position
+) -> tuple[Subset, Subset]:
     """Split by recording, like `split`: two parts of one recording are too similar to be on both sides."""
     groups = windows.by_recording()
     if len(groups) == 1:
@@ -123,7 +132,7 @@ def split_recordings(windows: Windows, fraction: float, rule: Rule = held_out_by
             do="add recordings, or give data.val a folder",
         )
     # The first clip stands for its recording: it exists, with the same name, however long the clips are.
-    sides = split(Subset(windows, [group[0] for group in groups]), fraction, rule)
+    sides = split_source(Subset(windows, [group[0] for group in groups]), fraction, rule)
     train, val = ([index for number in side.numbers for index in groups[number]] for side in sides)
     return Subset(windows, train), Subset(windows, val)
 
@@ -135,13 +144,13 @@ class FrameFolders(NumberedFiles):
     """
 
     def __init__(self, root: str | Path) -> None:
-        folder = existing(root, "the folder of clips")
-        self.masks = mask_folder(folder)
+        folder = require_folder(root, "the folder of clips")
+        self.masks = find_mask_folder(folder)
         self.root = self.images = folder / "images" if self.masks else folder
         pairs = (
-            paired(self.images, self.masks, MASKS_RULE, "_mask")
+            pair_images(self.images, self.masks, MASKS_RULE, "_mask")
             if self.masks
-            else [(path, "") for path in image_files(folder)]
+            else [(path, "") for path in list_image_files(folder)]
         )
         found: dict[str, list[tuple[str, str]]] = {}
         for image, mask in pairs:
@@ -149,7 +158,7 @@ class FrameFolders(NumberedFiles):
         if not found:
             raise BadData(f"{folder} contains no image", allowed=_LAYOUT, do="check data.path")
         self._files = sorted(found)
-        self._frames = [sorted(found[name], key=lambda pair: in_order(pair[0])) for name in self._files]
+        self._frames = [sorted(found[name], key=lambda pair: build_natural_key(pair[0])) for name in self._files]
 
     def length(self, number: int) -> int:
         """Return the number of frames."""
@@ -158,7 +167,7 @@ class FrameFolders(NumberedFiles):
     def part(self, number: int, frames: range) -> Sample:
         """Read these frames; raise BadSample if one cannot be read."""
         pairs = [self._frames[number][frame] for frame in frames]
-        images = joined((read_image(self.images / image) for image, _ in pairs), len(pairs), self.name(number))
+        images = stack_frames((read_image(self.images / image) for image, _ in pairs), len(pairs), self.name(number))
         if not self.masks:
             return {"image": images}
         masks = [self._mask(self.masks / mask, images) for _, mask in pairs]
@@ -173,7 +182,7 @@ class FrameFolders(NumberedFiles):
 
     def _mask(self, path: Path, images: Tensor) -> Tensor:
         try:
-            mask = mask_of(path, _NUMBERED, str(path))
+            mask = read_mask(path, _NUMBERED, str(path))
         except BadData as error:
             # There are no classes here, and no palette to advise.
             raise BadData(
@@ -185,7 +194,7 @@ class FrameFolders(NumberedFiles):
         return mask
 
 
-def mask_folder(root: Path) -> Path | None:
+def find_mask_folder(root: Path) -> Path | None:
     """Return the folder of the masks of a folder of clips; None if there is none."""
     masks = root / "masks"
     if not masks.is_dir():
@@ -199,33 +208,35 @@ def mask_folder(root: Path) -> Path | None:
     return masks
 
 
-def in_order(name: str) -> list[tuple[int, str]]:
+def build_natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which numbers in a name count as numbers."""
     return [
         (int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)
     ]
 
 
-def joined(frames: Iterable[Tensor], count: int, name: str) -> Tensor:
+def stack_frames(frames: Iterable[Tensor], count: int, name: str) -> Tensor:
     """Return frames × channels × height × width; raise BadSample where frames differ, or exceed the memory limit."""
     taken: list[Tensor] = []
     for frame in frames:
         # Checked with the first frame, before the others are decoded.
         if count * frame.shape[-2] * frame.shape[-1] > MOST_CLIP_PIXELS:
-            raise BadSample(name, f"{count} frames of {_size(frame)}, more than {MOST_CLIP_PIXELS:,} together")
+            raise BadSample(
+                name, f"{count} frames of {_format_frame_size(frame)}, more than {MOST_CLIP_PIXELS:,} together"
+            )
         if taken and (frame.shape, frame.dtype) != (taken[0].shape, taken[0].dtype):
-            both = f"{_size_and_depth(taken[0])}, then {_size_and_depth(frame)}"
+            both = f"{_format_size_and_depth(taken[0])}, then {_format_size_and_depth(frame)}"
             raise BadSample(name, f"frames of different sizes or depths: {both}")
         taken.append(frame)
     return torch.stack(taken)
 
 
-def _size(frame: Tensor) -> str:
+def _format_frame_size(frame: Tensor) -> str:
     return f"{frame.shape[-1]} × {frame.shape[-2]} pixels"
 
 
-def _size_and_depth(frame: Tensor) -> str:
-    return f"{_size(frame)} of {8 * frame.element_size()} bits"
+def _format_size_and_depth(frame: Tensor) -> str:
+    return f"{_format_frame_size(frame)} of {8 * frame.element_size()} bits"
 
 
 # Read recordings from video files: decoding starts shortly before the requested frames, and keeps only those. A file is
@@ -250,11 +261,11 @@ class VideoFiles(NumberedFiles):
     def __init__(self, root: str | Path) -> None:
         given = Path(root)
         alone = given.is_file() and given.suffix.lower() in KINDS
-        self.root = given.parent if alone else existing(given, "the folder of videos")
+        self.root = given.parent if alone else require_folder(given, "the folder of videos")
         self._files = [given.name] if alone else find_files(self.root, SUFFIXES)
         if not self._files:
             raise BadData(f"{given} contains no video", allowed=", ".join(SUFFIXES), do="check data.path")
-        _av()
+        _import_av()
 
     def length(self, number: int) -> int:
         """Return the number of frames; 0 if the file cannot be read."""
@@ -270,15 +281,15 @@ class VideoFiles(NumberedFiles):
     def part(self, number: int, frames: range) -> Sample:
         """Read these frames; raise BadSample if they cannot be decoded."""
         with _open_video(self.name(number)) as (container, stream):
-            wanted = _decode_wanted(container, stream, frames)
-            return {"image": joined(wanted, len(frames), self.name(number))}
+            wanted = _decode_wanted_frames(container, stream, frames)
+            return {"image": stack_frames(wanted, len(frames), self.name(number))}
 
     def files_of(self, number: int, frames: range) -> Files:
         """Return the video file."""
         return [(self.key(number), self.name(number))]
 
 
-def _av() -> Any:
+def _import_av() -> Any:
     try:
         import av
     except ImportError as error:
@@ -291,18 +302,18 @@ def _av() -> Any:
 @contextmanager
 def _open_video(name: str) -> Iterator[tuple[Any, Any]]:
     """Open a video and its first video stream; every failure inside is a BadSample."""
-    av = _av()
+    av = _import_av()
     try:
-        check_regular(os.stat(name), MOST_BYTES)
+        check_regular_file(os.stat(name), MOST_BYTES)
         # An absolute path is a file; another could be taken for a URL.
         with av.open(os.path.abspath(name), format=KINDS[os.path.splitext(name)[1].lower()]) as container:
             if not container.streams.video:
-                raise Unreadable("no pictures in it")
+                raise UnreadableFile("no pictures in it")
             stream = container.streams.video[0]
             # Workers read in parallel: more threads in each would compete for the same cores.
             stream.codec_context.thread_count = 1
             yield container, stream
-    except Unreadable as error:
+    except UnreadableFile as error:
         raise BadSample(name, str(error)) from None
     except (BadSample, HalfstepError):
         raise
@@ -312,12 +323,12 @@ def _open_video(name: str) -> Iterator[tuple[Any, Any]]:
         raise BadSample(name, f"cannot be decoded: {' '.join(words.split())[:200]}") from error
 
 
-def _decode_wanted(container: Any, stream: Any, frames: range) -> Iterator[Tensor]:
+def _decode_wanted_frames(container: Any, stream: Any, frames: range) -> Iterator[Tensor]:
     left = list(frames)
-    for before, (at, frame) in enumerate(_decode_from(container, stream, frames.start)):
+    for before, (at, frame) in enumerate(_iterate_frames_from(container, stream, frames.start)):
         if left and at >= left[0]:
             if frame.width * frame.height > MOST_PIXELS:
-                raise Unreadable(f"{frame.width} × {frame.height} pixels, more than {MOST_PIXELS:,}")
+                raise UnreadableFile(f"{frame.width} × {frame.height} pixels, more than {MOST_PIXELS:,}")
             # Phones record rotated video, and store the angle.
             upright = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
             pixels = torch.from_numpy(np.ascontiguousarray(upright)).permute(2, 0, 1)
@@ -328,21 +339,21 @@ def _decode_wanted(container: Any, stream: Any, frames: range) -> Iterator[Tenso
         if not left:
             return
         if before > MOST_BEFORE + frames[-1] - frames.start:
-            raise Unreadable(
+            raise UnreadableFile(
                 f"{before + 1:,} frames were decoded on the way to frame {left[0]}: there is no nearer start"
             )
-    raise Unreadable(f"ends before frame {left[0]}")
+    raise UnreadableFile(f"ends before frame {left[0]}")
 
 
-def _decode_from(container: Any, stream: Any, first: int) -> Iterator[tuple[int, Any]]:
+def _iterate_frames_from(container: Any, stream: Any, first: int) -> Iterator[tuple[int, Any]]:
     """Yield frames with their numbers, from `first` or somewhat before it."""
     rate, start = stream.average_rate or stream.guessed_rate, stream.start_time or 0
     if not rate or not stream.time_base:
-        raise Unreadable("does not say how many frames a second has")
+        raise UnreadableFile("does not say how many frames a second has")
     per_frame = 1 / (rate * stream.time_base)
     if first:
         container.seek(start + math.floor(first * per_frame), stream=stream)
-        decoded = _number_frames(container, stream, start, per_frame)
+        decoded = _iterate_numbered_frames(container, stream, start, per_frame)
         head = next(decoded, None)
         if head is not None and head[0] <= first:
             yield head
@@ -350,14 +361,14 @@ def _decode_from(container: Any, stream: Any, first: int) -> Iterator[tuple[int,
             return
         # A wrong index leads past the requested frame; the beginning is always right.
         container.seek(start, stream=stream)
-    yield from _number_frames(container, stream, start, per_frame)
+    yield from _iterate_numbered_frames(container, stream, start, per_frame)
 
 
-def _number_frames(container: Any, stream: Any, start: int, per_frame: Any) -> Iterator[tuple[int, Any]]:
+def _iterate_numbered_frames(container: Any, stream: Any, start: int, per_frame: Any) -> Iterator[tuple[int, Any]]:
     frame: Any = None
     for frame in container.decode(stream):
         if frame.pts is None:
-            raise Unreadable("a frame without a time")
+            raise UnreadableFile("a frame without a time")
         yield round((frame.pts - start) / per_frame), frame
     if frame is not None:
         # With a variable frame rate, the last frame may be shown for several: it stands for all of them.

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from halfstep.data.dataset import Key, KeyedDataset
-from halfstep.stop_signals import POSSIBLE, stop_signals
+from halfstep.stop_signals import POSSIBLE, list_stop_signals
 
 POLL = 1.0
 """Seconds that the trainer waits for a batch before it looks at signals and deadlines."""
@@ -35,7 +35,7 @@ END_WITH_PARENT = 1
 """PR_SET_PDEATHSIG, from linux/prctl.h."""
 
 
-class Worker:
+class WorkerInitializer:
     """The initialization of a worker: the trainer decides what a signal means, and the worker never outlives it."""
 
     def __init__(self, workers: int) -> None:
@@ -48,13 +48,13 @@ class Worker:
     def __call__(self, worker: int) -> None:
         # Ctrl-C goes to the whole process group; the trainer alone handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for number in stop_signals():
+        for number in list_stop_signals():
             signal.signal(number, self._pass_on)
             # Python removes its handlers at exit: a SIGTERM would then kill the worker.
             multiprocessing.util.Finalize(None, signal.signal, (number, signal.SIG_IGN), exitpriority=100)
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, POSSIBLE)
-        _end_with_trainer()
+        _end_worker_with_trainer()
         if self._is_orphan():
             os._exit(0)
         # Several workers with a thread per core each would compete for the same cores.
@@ -84,7 +84,7 @@ class Worker:
 
     def _is_orphan(self) -> bool:
         # Not "the parent is 1": in a container, the trainer may be process 1.
-        return not _is_served() and os.getppid() != self.trainer
+        return not _has_fork_server() and os.getppid() != self.trainer
 
 
 class SentKeys:
@@ -112,7 +112,9 @@ class SentKeys:
         return SentKeys(chain(self._sent, self._keys))
 
 
-def from_workers(loader: Any, given: SentKeys, worker: Worker, wait: Callable[[], None]) -> Iterator[Any]:
+def iterate_worker_batches(
+    loader: Any, given: SentKeys, worker: WorkerInitializer, wait: Callable[[], None]
+) -> Iterator[Any]:
     """Yield what the workers of a DataLoader read; they end with the iteration, however it ends.
 
     `wait` is called every second in which no batch has come, and may raise.
@@ -122,22 +124,22 @@ def from_workers(loader: Any, given: SentKeys, worker: Worker, wait: Callable[[]
     # A process that exits in the middle of an iteration terminates its workers by a signal that they would pass on.
     atexit.register(worker.close)
     try:
-        with _signals_wait():
+        with _block_signals():
             iterator = iter(loader)
-        _leave_deaths_to_reading(before)
+        _restore_sigchld_handler(before)
         # Asked for one batch more, torch would end its workers before they know that they are closing.
         while not given.are_back():
-            batch = _next(iterator, wait)
+            batch = _wait_for_batch(iterator, wait)
             given.came_back()
             yield batch
     finally:
         atexit.unregister(worker.close)
         # Also where the iterator could not be made: workers that were started would pass the signal of their end on.
         if worker.close() and iterator is not None:
-            _end(iterator)
+            _end_workers(iterator)
 
 
-def _leave_deaths_to_reading(before: Any) -> None:
+def _restore_sigchld_handler(before: Any) -> None:
     """Remove the handler of SIGCHLD with which torch replaced `before`.
 
     It raises in the code that runs when a worker dies, which may be the middle of an update or of a save. Without it,
@@ -148,7 +150,7 @@ def _leave_deaths_to_reading(before: Any) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_torchs else before)
 
 
-def _next(iterator: Any, wait: Callable[[], None]) -> Any:
+def _wait_for_batch(iterator: Any, wait: Callable[[], None]) -> Any:
     while True:
         try:
             return next(iterator)
@@ -167,7 +169,7 @@ def _next(iterator: Any, wait: Callable[[], None]) -> Any:
             raise RuntimeError(f"DataLoader worker (pid {dead}) died before its batch was taken over") from error
 
 
-class TooSlow(Exception):
+class SampleTimeout(Exception):
     """A worker does not get done with a sample."""
 
     def __init__(self, number: int, seconds: float) -> None:
@@ -175,7 +177,7 @@ class TooSlow(Exception):
         self.number, self.reason = number, f"not read within {seconds:g} s (data.timeout)"
 
 
-class Deadline:
+class WorkerDeadline:
     """The time that each worker has been reading its present sample while the trainer waited.
 
     Counted in seconds of waiting, not by the clock: a process that was stopped and continued would find every sample
@@ -193,14 +195,14 @@ class Deadline:
             waited = waited + POLL if now == begun and number != KeyedDataset.IDLE else 0.0
             self._waited[worker] = now, waited
             if 0 < self._seconds <= waited:
-                raise TooSlow(number, self._seconds)
+                raise SampleTimeout(number, self._seconds)
 
 
-def _end(iterator: Any) -> None:
+def _end_workers(iterator: Any) -> None:
     """End the workers, also those in the middle of a long sample."""
     # torch waits 5 s for each worker in turn before it terminates the first busy one. Terminating at once is wrong
     # too: a worker that ends in the middle of a message would block torch's own shutdown forever.
-    hurry = threading.Timer(PATIENCE, _hurry, [iterator._workers])
+    hurry = threading.Timer(PATIENCE, _terminate_workers, [iterator._workers])
     hurry.start()
     try:
         with suppress(RuntimeError):  # a worker that dies now is no longer needed
@@ -213,13 +215,13 @@ def _end(iterator: Any) -> None:
             process.kill()
 
 
-def _hurry(workers: list[Any]) -> None:
+def _terminate_workers(workers: list[Any]) -> None:
     for process in workers:
         process.terminate()
 
 
 @contextmanager
-def _signals_wait() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Block signals until a process started inside has set its handlers."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -234,23 +236,23 @@ def _signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_with_trainer() -> None:
+def _end_worker_with_trainer() -> None:
     """End the worker with a trainer that is killed, even while the worker is busy."""
-    if sys.platform == "linux" and not _is_served():
+    if sys.platform == "linux" and not _has_fork_server():
         # PDEATHSIG refers to the parent thread: the one that iterates, which lives as long as it needs batches.
         with suppress(OSError, AttributeError):  # no C library: torch polls for its parent every 5 s
             ctypes.CDLL(None).prctl(END_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
     else:
-        threading.Thread(target=_end_orphan, daemon=True).start()
+        threading.Thread(target=_exit_after_trainer, daemon=True).start()
 
 
-def _end_orphan() -> None:
+def _exit_after_trainer() -> None:
     trainer = multiprocessing.parent_process()
     if trainer is not None:
         trainer.join()
         os._exit(0)
 
 
-def _is_served() -> bool:
+def _has_fork_server() -> bool:
     """Return whether the parent is a fork server, which outlives the trainer."""
     return multiprocessing.get_start_method(allow_none=True) == "forkserver"

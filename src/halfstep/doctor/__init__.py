@@ -1,5 +1,5 @@
 """Check precision settings before a run: the source of each, and which of them conflict."""
 
-from halfstep.callable_package import make_callable
+from halfstep.callable_package import make_package_callable
 
-make_callable(__name__, "halfstep.doctor.report")
+make_package_callable(__name__, "halfstep.doctor.report")

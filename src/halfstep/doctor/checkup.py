@@ -9,12 +9,21 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from halfstep.doctor import sources as places
-from halfstep.doctor.located import Edit, LocatedFinding, lines_of
-from halfstep.doctor.repairs import line_for
-from halfstep.doctor.settings import FoundSetting, SettingSource, shown
+from halfstep.doctor.located import Edit, LocatedFinding, split_lines
+from halfstep.doctor.repairs import format_setting_line
+from halfstep.doctor.settings import FoundSetting, SettingSource, format_found_value
 from halfstep.doctor.settings_page import Conflict, NamedSource, PrecisionStatus, Resolution, SettingsReport
 from halfstep.finding import Finding, Severity
-from halfstep.precision.names import AMP, AMP_MEANS, AUTO, FORMATS, SWITCHES, Settled, read_precision, settle
+from halfstep.precision.names import (
+    AMP,
+    AMP_MEANS,
+    AUTO,
+    FORMATS,
+    SWITCHES,
+    SettledClaims,
+    parse_precision,
+    resolve_claims,
+)
 from halfstep.recipe.schema import GuardOptions
 
 
@@ -25,34 +34,34 @@ class SettingsVerdict(NamedTuple):
     conflicts: list[Conflict]
 
 
-def judge(settings: Sequence[FoundSetting]) -> SettingsVerdict:
+def compare_precision_settings(settings: Sequence[FoundSetting]) -> SettingsVerdict:
     """Return whether all settings about precision agree; `auto` agrees with any other file."""
     speaking = [s for s in settings if s.claim]
     if not speaking:
         return SettingsVerdict(None, [])
     # `auto` can still conflict with other settings of the same file, so those are compared per file below.
     firm = [s for s in speaking if s.claim and (s.claim.meaning != AUTO or s.claim.denies)]
-    groups = [firm, *(_settings_of_file(speaking, s) for s in speaking if s not in firm)]
+    groups = [firm, *(_select_file_settings(speaking, s) for s in speaking if s not in firm)]
     for group in groups:
         settled = _settle_precision(group)
         if settled and settled.against:
-            return SettingsVerdict(settled.name, _conflicts(settled, group, settings))
+            return SettingsVerdict(settled.name, _list_conflicts(settled, group, settings))
     # Without a firm setting, `auto` is what all of them say.
     decided = _settle_precision(firm) or _settle_precision(speaking)
     return SettingsVerdict(decided.name if decided else None, [])
 
 
-def _settle_precision(settings: Sequence[FoundSetting]) -> Settled | None:
+def _settle_precision(settings: Sequence[FoundSetting]) -> SettledClaims | None:
     claims = [s.claim for s in settings if s.claim]
-    return settle(claims) if claims else None
+    return resolve_claims(claims) if claims else None
 
 
-def _settings_of_file(settings: Sequence[FoundSetting], one: FoundSetting) -> list[FoundSetting]:
+def _select_file_settings(settings: Sequence[FoundSetting], one: FoundSetting) -> list[FoundSetting]:
     return [s for s in settings if s.place == one.place]
 
 
-def _conflicts(
-    settled: Settled, settings: Sequence[FoundSetting], everything: Sequence[FoundSetting]
+def _list_conflicts(
+    settled: SettledClaims, settings: Sequence[FoundSetting], everything: Sequence[FoundSetting]
 ) -> list[Conflict]:
     by_claim = {id(s.claim): s for s in settings}
     one = by_claim[id(settled.by)]
@@ -62,35 +71,36 @@ def _conflicts(
         if other is one:
             continue
         # Each conflict gets two resolutions: change the one file, or change the other.
-        asked = _requested_precision(other, one, settings, settled.name)
+        asked = _find_file_precision(other, one, settings, settled.name)
         ways = (
-            Resolution(settled.name, other.where, _lines_for(other, settled.name, everything)),
-            Resolution(asked, one.where, _lines_for(one, asked, everything)),
+            Resolution(settled.name, other.where, _suggest_setting_lines(other, settled.name, everything)),
+            Resolution(asked, one.where, _suggest_setting_lines(one, asked, everything)),
         )
         found.append(Conflict(one, other, ways))
     return found
 
 
-def _lines_for(setting: FoundSetting, precision: str, everything: Sequence[FoundSetting]) -> str:
+def _suggest_setting_lines(setting: FoundSetting, precision: str, everything: Sequence[FoundSetting]) -> str:
     """Return the line to write and, below it, a dormant format that the changed switch would activate."""
-    own = line_for(setting, precision)
+    own = format_setting_line(setting, precision)
     if setting.leaf not in SWITCHES or precision in ("fp32", "tf32"):
         return own
     asleep = [
         s for s in everything
-        if s.leaf in FORMATS and s.claim is None and s.place == setting.place and _section(s) == _section(setting)
+        if s.leaf in FORMATS and s.claim is None and s.place == setting.place
+        and _name_section(s) == _name_section(setting)
     ]  # fmt: skip
-    lines = [line_for(s, precision) for s in asleep if read_precision(s.value).name != precision]
+    lines = [format_setting_line(s, precision) for s in asleep if parse_precision(s.value).name != precision]
     return "\n    ".join([own, *lines])
 
 
-def _section(setting: FoundSetting) -> str:
+def _name_section(setting: FoundSetting) -> str:
     return setting.key.rpartition(".")[0]
 
 
-def _requested_precision(other: FoundSetting, one: FoundSetting, settings: Sequence[FoundSetting], refused: str) -> str:
+def _find_file_precision(other: FoundSetting, one: FoundSetting, settings: Sequence[FoundSetting], refused: str) -> str:
     """Return the precision the other setting's file asks for as a whole: `amp: true` with `fp16: false` means bf16."""
-    own = _settle_precision([s for s in _settings_of_file(settings, other) if s is not one])
+    own = _settle_precision([s for s in _select_file_settings(settings, other) if s is not one])
     asked = own.name if own else refused
     if asked == AMP:  # another program needs a format
         return "bf16"
@@ -107,7 +117,7 @@ def _requested_precision(other: FoundSetting, one: FoundSetting, settings: Seque
 NARROW = ("fp16", "bf16", "fp8")
 
 
-class Lookup:
+class SettingsLookup:
     """Settings by source and key."""
 
     def __init__(self, sources: Sequence[SettingSource]) -> None:
@@ -139,26 +149,28 @@ class Lookup:
         return next((s for s in self.of_accelerate() if s.claim and s.claim.meaning in precisions), None)
 
 
-def facts(sources: Sequence[SettingSource]) -> list[Finding]:
+def list_settings_findings(sources: Sequence[SettingSource]) -> list[Finding]:
     """Return all findings about the settings."""
-    lookup = Lookup(sources)
+    lookup = SettingsLookup(sources)
     return [finding for check in _CHECKS for finding in check(lookup)]
 
 
-def default_file_note(variables: Mapping[str, str]) -> list[Finding]:
+def note_default_file(variables: Mapping[str, str]) -> list[Finding]:
     """Return a note where `accelerate launch` would read a default file that was not given here."""
-    place = places.default_place(variables)
+    place = places.find_default_config(variables)
     if not place.is_file():
         return []
     evidence = f"{place} exists and was not compared; accelerate launch reads it unless it is given --config_file"
     return [Finding("accelerate.default_file", "note", evidence, f"add --accelerate {place}")]
 
 
-def _finding_at(setting: FoundSetting, name: str, severity: Severity, evidence: str, fix: str) -> LocatedFinding:
+def _build_located_finding(
+    setting: FoundSetting, name: str, severity: Severity, evidence: str, fix: str
+) -> LocatedFinding:
     return LocatedFinding(name, severity, evidence, fix, setting.place, setting.line)
 
 
-def _fp16_on_a_cpu(lookup: Lookup) -> Iterator[Finding]:
+def _find_cpu_fp16(lookup: SettingsLookup) -> Iterator[Finding]:
     fp16 = lookup.asks("fp16")
     variable = lookup.get("environment", places.USE_CPU)
     in_file = lookup.get("accelerate", "use_cpu")
@@ -168,19 +180,23 @@ def _fp16_on_a_cpu(lookup: Lookup) -> Iterator[Finding]:
         forced = variable
     if fp16 and forced:
         evidence = f"{fp16} with {forced} ({forced.where}): accelerate reports fp16 but silently computes in fp32"
-        yield _finding_at(fp16, "accelerate.fp16_on_cpu", "warning", evidence, "write mixed_precision: bf16, or 'no'")
+        yield _build_located_finding(
+            fp16, "accelerate.fp16_on_cpu", "warning", evidence, "write mixed_precision: bf16, or 'no'"
+        )
 
 
-def _find_unquoted_no(lookup: Lookup) -> Iterator[Finding]:
+def _find_unquoted_no(lookup: SettingsLookup) -> Iterator[Finding]:
     setting, text = lookup.get("accelerate", "mixed_precision"), lookup.accelerate_text()
-    if setting and places.reads_a_boolean(text):
+    if setting and places.has_unquoted_boolean(text):
         evidence = (
             f"{setting} without quotes ({setting.where}): accelerate launch reads a boolean and stops with an error"
         )
-        yield _finding_at(setting, "accelerate.unquoted_no", "warning", evidence, "write mixed_precision: 'no'")
+        yield _build_located_finding(
+            setting, "accelerate.unquoted_no", "warning", evidence, "write mixed_precision: 'no'"
+        )
 
 
-def _find_missing_type(lookup: Lookup) -> Iterator[Finding]:
+def _find_missing_type(lookup: SettingsLookup) -> Iterator[Finding]:
     place = next((s.place for s in lookup.sources if s.kind == "accelerate"), None)
     if place and not lookup.get("accelerate", places.DISTRIBUTED):
         evidence = f"{place} has no {places.DISTRIBUTED}, without which accelerate launch refuses the file"
@@ -188,15 +204,15 @@ def _find_missing_type(lookup: Lookup) -> Iterator[Finding]:
         yield LocatedFinding("accelerate.no_distributed_type", "warning", evidence, fix, place)
 
 
-def _word_of_the_variable(lookup: Lookup) -> Iterator[Finding]:
+def _find_variable_case(lookup: SettingsLookup) -> Iterator[Finding]:
     variable = lookup.get("environment", places.MIXED_PRECISION)
     if variable and str(variable.value) not in places.WORDS:
         evidence = f"{variable}: under plain python accelerate accepts lowercase only, and silently computes in fp32"
         fix = f"export {variable.key}={str(variable.value).lower()}"
-        yield _finding_at(variable, "accelerate.variable_case", "warning", evidence, fix)
+        yield _build_located_finding(variable, "accelerate.variable_case", "warning", evidence, fix)
 
 
-def _sums_in_16_bits(lookup: Lookup) -> Iterator[Finding]:
+def _find_narrow_sums(lookup: SettingsLookup) -> Iterator[Finding]:
     asked = lookup.asks(*NARROW)
     if asked and asked.claim and lookup.value("accelerate", places.DISTRIBUTED) == "FSDP":
         # accelerate's FSDP policy treats fp8 as bf16.
@@ -205,10 +221,10 @@ def _sums_in_16_bits(lookup: Lookup) -> Iterator[Finding]:
         fix = (
             "in the script, give Accelerator an FSDP plugin whose mixed_precision_policy has reduce_dtype=torch.float32"
         )
-        yield _finding_at(asked, "accelerate.fsdp_reduces_narrow", "warning", evidence, fix)
+        yield _build_located_finding(asked, "accelerate.fsdp_reduces_narrow", "warning", evidence, fix)
 
 
-def _find_unread_keys(lookup: Lookup) -> Iterator[Finding]:
+def _find_unread_keys(lookup: SettingsLookup) -> Iterator[Finding]:
     settings = [lookup.get("accelerate", f"fsdp_config.{key}") for key in places.POLICIES]
     downcast = lookup.get("accelerate", "downcast_bf16")
     settings += [downcast] if downcast and downcast.value not in (False, "no", "NO") else []
@@ -218,37 +234,37 @@ def _find_unread_keys(lookup: Lookup) -> Iterator[Finding]:
         fix = (
             "use accelerate launch --downcast_bf16 (TPU only)" if tpu else "set the policy in the script's FSDP plugin"
         )
-        yield _finding_at(setting, "accelerate.key_not_read", "warning", evidence, fix)
+        yield _build_located_finding(setting, "accelerate.key_not_read", "warning", evidence, fix)
 
 
-def _two_files_for_deepspeed(lookup: Lookup) -> Iterator[Finding]:
+def _find_two_deepspeed_files(lookup: SettingsLookup) -> Iterator[Finding]:
     word = lookup.get("accelerate", "mixed_precision")
     file = lookup.get("accelerate", "deepspeed_config.deepspeed_config_file")
     if word and file:
         evidence = f"{word} ({word.where}) next to deepspeed_config_file: accelerate refuses to run with both"
         fix = "delete mixed_precision from accelerate's file"
-        line = next((line for line in lines_of(lookup.accelerate_text())[(word.line or 1) - 1 :]), "").rstrip("\r\n")
+        line = next((line for line in split_lines(lookup.accelerate_text())[(word.line or 1) - 1 :]), "").rstrip("\r\n")
         edits = (Edit(word.place, word.line or 1, line, ""),) if line.lstrip().startswith("mixed_precision") else ()
-        found = _finding_at(word, "accelerate.deepspeed_file", "error", evidence, fix)
+        found = _build_located_finding(word, "accelerate.deepspeed_file", "error", evidence, fix)
         yield replace(found, edits=edits)
 
 
-def _fp8_may_be_fp16(lookup: Lookup) -> Iterator[Finding]:
+def _find_fp8_fallback(lookup: SettingsLookup) -> Iterator[Finding]:
     asked = lookup.asks("fp8")
     if asked:
         evidence = f"{asked}: on a GPU below compute capability 8.9 accelerate uses fp16 instead"
         fix = "write mixed_precision: bf16 for such a GPU"
-        yield _finding_at(asked, "accelerate.fp8_falls_to_fp16", "note", evidence, fix)
+        yield _build_located_finding(asked, "accelerate.fp8_falls_to_fp16", "note", evidence, fix)
 
 
-def _tf32_behind_fp32(lookup: Lookup) -> Iterator[Finding]:
+def _find_hidden_tf32(lookup: SettingsLookup) -> Iterator[Finding]:
     variable = lookup.get("environment", places.TORCH_TF32)
     if variable and variable.value == "1":
         evidence = f"{variable}: what torch calls an fp32 matrix product is a tf32 one on NVIDIA GPUs since Ampere"
-        yield _finding_at(variable, "torch.tf32_override", "warning", evidence, f"unset {variable.key}")
+        yield _build_located_finding(variable, "torch.tf32_override", "warning", evidence, f"unset {variable.key}")
 
 
-def _find_shadowed(lookup: Lookup) -> Iterator[Finding]:
+def _note_accelerate_precedence(lookup: SettingsLookup) -> Iterator[Finding]:
     if lookup.of_accelerate():
         evidence = (
             "who wins in accelerate: Accelerator(mixed_precision=...) in the script, then accelerate launch "
@@ -259,7 +275,7 @@ def _find_shadowed(lookup: Lookup) -> Iterator[Finding]:
         yield Finding("accelerate.order", "note", evidence, fix)
 
 
-def _find_gpu_settings(lookup: Lookup) -> Iterator[Finding]:
+def _find_gpu_settings(lookup: SettingsLookup) -> Iterator[Finding]:
     """Yield a note on accelerate's GPUs for a halfstep recipe: under torchrun a variable selects them."""
     own = next((source.place for source in lookup.sources if source.halfstep), None)
     setting = lookup.get("accelerate", "gpu_ids")
@@ -269,28 +285,28 @@ def _find_gpu_settings(lookup: Lookup) -> Iterator[Finding]:
         evidence = f"{setting} ({setting.where}) are accelerate's; halfstep uses all visible GPUs"
         count = named.count(",") + 1
         fix = f"CUDA_VISIBLE_DEVICES={named} torchrun --nproc_per_node={count} -m halfstep train {own}"
-        yield _finding_at(setting, "accelerate.gpu_ids", "note", evidence, fix)
+        yield _build_located_finding(setting, "accelerate.gpu_ids", "note", evidence, fix)
 
 
-def _find_ignored_variable(lookup: Lookup) -> Iterator[Finding]:
+def _note_ignored_accelerate(lookup: SettingsLookup) -> Iterator[Finding]:
     if lookup.of_accelerate() and any(source.halfstep for source in lookup.sources):
         evidence = "halfstep train follows its recipe only; accelerate's settings matter for your own scripts"
         yield Finding("recipe.not_accelerate", "note", evidence, "nothing, if you only use halfstep train")
 
 
-_CHECKS: tuple[Callable[[Lookup], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[SettingsLookup], Iterator[Finding]], ...] = (
     _find_unquoted_no,
     _find_missing_type,
-    _fp16_on_a_cpu,
-    _word_of_the_variable,
-    _sums_in_16_bits,
+    _find_cpu_fp16,
+    _find_variable_case,
+    _find_narrow_sums,
     _find_unread_keys,
-    _two_files_for_deepspeed,
-    _fp8_may_be_fp16,
-    _tf32_behind_fp32,
-    _find_shadowed,
+    _find_two_deepspeed_files,
+    _find_fp8_fallback,
+    _find_hidden_tf32,
+    _note_accelerate_precedence,
     _find_gpu_settings,
-    _find_ignored_variable,
+    _note_ignored_accelerate,
 )
 
 
@@ -310,12 +326,14 @@ def check_settings(
     """
     sources = read_sources(recipe, accelerate, deepspeed, variables)
     settings = [setting for source in sources for setting in source.precision]
-    verdict = judge(settings)
-    findings = [conflict.finding for conflict in verdict.conflicts] + facts(sources)
+    verdict = compare_precision_settings(settings)
+    findings = [conflict.finding for conflict in verdict.conflicts] + list_settings_findings(sources)
     # accelerate's default file is easily forgotten: it is read without being named.
-    findings += default_file_note(variables) if accelerate is None else []
+    findings += note_default_file(variables) if accelerate is None else []
     named = [NamedSource(s.kind, s.place) for s in sources if s.kind != "environment" or s.precision]
-    return SettingsReport(named, settings, verdict.conflicts, findings, status_of(sources, settings, verdict))
+    return SettingsReport(
+        named, settings, verdict.conflicts, findings, build_precision_status(sources, settings, verdict)
+    )
 
 
 def read_sources(
@@ -336,23 +354,23 @@ def read_sources(
     return [*given, places.from_environment(variables)]
 
 
-def status_of(
+def build_precision_status(
     sources: Sequence[SettingSource], settings: Sequence[FoundSetting], verdict: SettingsVerdict
 ) -> PrecisionStatus:
     """Return the status check of the radio-map guide: alignment, AMP, FP16, learning rate, clipping, NaN handling."""
     return PrecisionStatus(
         aligned=not verdict.conflicts,
         precision=None if verdict.conflicts else verdict.precision,
-        amp=_amp(settings, verdict),
-        fp16=_fp16(settings, verdict),
-        learning_rate=_found(sources, places.LEARNING_RATE),
-        clipping=_found(sources, places.CLIPPING),
-        nan_handling=_nan_handling(sources),
-        final=_final(sources, verdict),
+        amp=_describe_amp(settings, verdict),
+        fp16=_describe_fp16(settings, verdict),
+        learning_rate=_describe_found_settings(sources, places.LEARNING_RATE),
+        clipping=_describe_found_settings(sources, places.CLIPPING),
+        nan_handling=_describe_nan_handling(sources),
+        final=_describe_readiness(sources, verdict),
     )
 
 
-def _nan_handling(sources: Sequence[SettingSource]) -> str:
+def _describe_nan_handling(sources: Sequence[SettingSource]) -> str:
     """Return the guard mode of a halfstep recipe; other projects handle NaN in code, which is not read."""
     own = next((source for source in sources if source.halfstep), None)
     if own is None:
@@ -362,14 +380,14 @@ def _nan_handling(sources: Sequence[SettingSource]) -> str:
     return "off: such steps are skipped, and their cause is not named" if mode == "off" else f"guard: {mode}"
 
 
-def _final(sources: Sequence[SettingSource], verdict: SettingsVerdict) -> str:
+def _describe_readiness(sources: Sequence[SettingSource], verdict: SettingsVerdict) -> str:
     if verdict.conflicts:
         return "not ready: settle the contradiction, or let --fix bf16 do it"
     own = next((source.place for source in sources if source.halfstep), None)
     return f"ready: halfstep train {own}" if own else "ready"
 
 
-def _amp(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
+def _describe_amp(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
     if verdict.conflicts:
         sides = {s.where: str(s) for c in verdict.conflicts for s in (c.one, c.other)}
         return f"disputed ({' against '.join(sides.values())})"
@@ -385,7 +403,7 @@ def _amp(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
     return f"enabled (in {verdict.precision}{'' if named else ', which no setting names'})"
 
 
-def _fp16(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
+def _describe_fp16(settings: Sequence[FoundSetting], verdict: SettingsVerdict) -> str:
     own = next((s for s in settings if s.leaf == "fp16" or s.key == "fp16.enabled"), None)
     if verdict.conflicts:
         return f"disputed ({own})" if any(own in (c.one, c.other) for c in verdict.conflicts) else _quote_setting(own)
@@ -402,6 +420,6 @@ def _quote_setting(setting: FoundSetting | None) -> str:
     return f"as written ({setting})" if setting else "not set"
 
 
-def _found(sources: Iterable[SettingSource], keys: frozenset[str]) -> str:
+def _describe_found_settings(sources: Iterable[SettingSource], keys: frozenset[str]) -> str:
     found = [s for source in sources for s in source.training if s.leaf in keys]
-    return "; ".join(f"{shown(s.value)} ({s.key}, {s.where})" for s in found) or "not set"
+    return "; ".join(f"{format_found_value(s.value)} ({s.key}, {s.where})" for s in found) or "not set"

@@ -7,28 +7,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.doctor.checkup import SettingsVerdict, judge, read_sources
+from halfstep.doctor.checkup import SettingsVerdict, compare_precision_settings, read_sources
 from halfstep.doctor.linking import ProjectRun
 from halfstep.doctor.located import Edit, LocatedFinding
-from halfstep.doctor.patch import edited, edits_of, write_texts
+from halfstep.doctor.patch import apply_text_edits, collect_edits, write_texts
 from halfstep.doctor.project import Project
-from halfstep.doctor.project_check import examine_project, fixes_precision, precisions_of
-from halfstep.doctor.repairs import edits_for, edits_to_all, line_for
+from halfstep.doctor.project_check import collect_precisions, examine_project, is_settings_finding
+from halfstep.doctor.repairs import build_agreeing_edits, build_setting_edits, format_setting_line
 from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources import NOT_GIVEN
 from halfstep.errors import WrongUse
-from halfstep.precision.names import AUTO, precision_names, read_precision
-from halfstep.recipe.sources import is_path, recipe_text
+from halfstep.precision.names import AUTO, list_precision_names, parse_precision
+from halfstep.recipe.sources import is_recipe_path, read_recipe_text
 
 _MOST = 20
 """The most passes of edits; an edit may activate a setting that another pass then changes."""
 
 
-def precision_to_fix(name: str) -> str:
+def parse_fix_precision(name: str) -> str:
     """Return the precision that --fix NAME names; raise `WrongUse` for a word that is no precision of a run."""
-    wanted = read_precision(name).name
-    if wanted not in precision_names():
-        raise WrongUse(f"--fix {name}", allowed=", ".join(precision_names()), do="--fix bf16")
+    wanted = parse_precision(name).name
+    if wanted not in list_precision_names():
+        raise WrongUse(f"--fix {name}", allowed=", ".join(list_precision_names()), do="--fix bf16")
     return wanted
 
 
@@ -53,26 +53,26 @@ def plan_fixes(folder: str, precision: str | None = None, variables: Mapping[str
     if precision is not None:
         return FixPlan(before[0], _plan_precision(folder, precision, variables))
     refused = _find_open_conflict(before[2])
-    texts = {} if refused else _run_passes(folder, variables, code_only=False)
+    texts = {} if refused else _run_fix_passes(folder, variables, code_only=False)
     if texts and (left := _find_open_conflict(examine_project(folder, variables, texts)[2], edited_too=True)):
         refused, texts = left, {}
-    return FixPlan(before[0], texts if not refused else _run_passes(folder, variables, code_only=True), refused)
+    return FixPlan(before[0], texts if not refused else _run_fix_passes(folder, variables, code_only=True), refused)
 
 
-def _run_passes(folder: str, variables: Mapping[str, str], code_only: bool) -> dict[str, str]:
+def _run_fix_passes(folder: str, variables: Mapping[str, str], code_only: bool) -> dict[str, str]:
     texts: dict[str, str] = {}
     for _ in range(_MOST):
         project, _, findings = examine_project(folder, variables, texts)
-        edits = edits_of(f for f in findings if not code_only or not fixes_precision(f))
+        edits = collect_edits(f for f in findings if not code_only or not is_settings_finding(f))
         if not edits:
             break
-        texts |= edited(project.texts, edits)
+        texts |= apply_text_edits(project.texts, edits)
     return texts
 
 
 def _find_open_conflict(findings: Sequence[LocatedFinding], edited_too: bool = False) -> str:
     """Return the evidence of an error about settings that no edit removes; empty if there is none."""
-    errors = [f for f in findings if f.severity == "error" and fixes_precision(f) and not f.in_tests]
+    errors = [f for f in findings if f.severity == "error" and is_settings_finding(f) and not f.in_tests]
     left = next((f for f in errors if edited_too or not f.edits), None)
     return f"{left.where}: {left.id}: {left.evidence}" if left else ""
 
@@ -83,13 +83,13 @@ def _plan_precision(folder: str, wanted: str, variables: Mapping[str, str]) -> d
         project, runs, findings = examine_project(folder, variables, texts)
         # The edits after which every setting of every run asks for `wanted`.
         said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN]
-        edits = list(edits_to_all(_against(runs, wanted), wanted, said, project.texts))
-        edits = edits or edits_of(f for f in findings if fixes_precision(f) and f.severity == "error")
+        edits = list(build_agreeing_edits(_list_opposing_settings(runs, wanted), wanted, said, project.texts))
+        edits = edits or collect_edits(f for f in findings if is_settings_finding(f) and f.severity == "error")
         if not edits:
             break
-        texts |= edited(project.texts, edits)
+        texts |= apply_text_edits(project.texts, edits)
     project, runs, findings = examine_project(folder, variables, texts)
-    against = _against(runs, wanted)
+    against = _list_opposing_settings(runs, wanted)
     if against:
         raise _manual_edit_error(against[0], wanted)
     if left := _find_open_conflict(findings, edited_too=True):
@@ -98,27 +98,27 @@ def _plan_precision(folder: str, wanted: str, variables: Mapping[str, str]) -> d
             allowed="settings that can be changed outside of Python",
             do="halfstep doctor without --fix says what to write",
         )
-    if precisions_of(runs) - {wanted, AUTO}:
+    if collect_precisions(runs) - {wanted, AUTO}:
         raise WrongUse(
-            f"--fix {wanted}, after which runs differ: {', '.join(sorted(precisions_of(runs)))}",
+            f"--fix {wanted}, after which runs differ: {', '.join(sorted(collect_precisions(runs)))}",
             allowed="settings that can be changed outside of Python",
             do="halfstep doctor without --fix names them",
         )
     return texts
 
 
-def _against(runs: Sequence[ProjectRun], wanted: str) -> list[FoundSetting]:
+def _list_opposing_settings(runs: Sequence[ProjectRun], wanted: str) -> list[FoundSetting]:
     said = [s for run in runs for s in run.settings() if s.claim and s.value != NOT_GIVEN and s.decides]
-    return [setting for setting in said if _speaks_against(setting, wanted)]
+    return [setting for setting in said if _is_opposing_setting(setting, wanted)]
 
 
-def _speaks_against(setting: FoundSetting, wanted: str) -> bool:
+def _is_opposing_setting(setting: FoundSetting, wanted: str) -> bool:
     assert setting.claim
     named = setting.claim.says is not None and setting.claim.meaning not in (wanted, AUTO)
     return named or wanted in setting.claim.denies
 
 
-def make_agree(
+def make_settings_agree(
     precision: str,
     recipe: str | None = None,
     *,
@@ -130,14 +130,16 @@ def make_agree(
 
     Raise `WrongUse` if a setting cannot be changed automatically.
     """
-    wanted = precision_to_fix(precision)
+    wanted = parse_fix_precision(precision)
     given = [path for path in (recipe, accelerate, deepspeed) if path is not None]
-    before = {path: recipe_text(path if path == recipe or is_path(path) else f"./{path}")[1] for path in given}
+    before = {
+        path: read_recipe_text(path if path == recipe or is_recipe_path(path) else f"./{path}")[1] for path in given
+    }
     texts, changes = dict(before), []  # type: dict[str, str], list[Edit]
     for _ in range(_MOST):
         sources = read_sources(recipe, accelerate, deepspeed, variables, texts)
         settings = [setting for source in sources for setting in source.precision]
-        verdict = judge(settings)
+        verdict = compare_precision_settings(settings)
         if not verdict.conflicts:
             _check_precision(verdict, wanted)
             write_texts(Path(), before, {file: text for file, text in texts.items() if text != before[file]})
@@ -145,12 +147,12 @@ def make_agree(
         conflict = verdict.conflicts[0]
         # Where neither of the two asks for it, one after the other.
         setting = conflict.other if conflict.ways[0].precision == wanted else conflict.one
-        is_own = setting.place in texts and (setting.place != recipe or is_path(setting.place))
-        edits = edits_for(setting, wanted, settings, texts) if is_own else ()
+        is_own = setting.place in texts and (setting.place != recipe or is_recipe_path(setting.place))
+        edits = build_setting_edits(setting, wanted, settings, texts) if is_own else ()
         if not edits:
             raise _manual_edit_error(setting, wanted)
         changes += edits
-        texts |= edited(texts, edits)
+        texts |= apply_text_edits(texts, edits)
     raise WrongUse(
         f"settings that still contradict each other after {_MOST} changes",
         allowed="files whose settings can be made to agree",
@@ -171,5 +173,5 @@ def _manual_edit_error(setting: FoundSetting, wanted: str) -> WrongUse:
     return WrongUse(
         f"--fix {wanted} cannot change {setting} ({setting.where})",
         allowed="settings in your configurations and launch lines; edit Python code yourself",
-        do=f"write there: {line_for(setting, wanted)}",
+        do=f"write there: {format_setting_line(setting, wanted)}",
     )

@@ -11,11 +11,11 @@ import posixpath
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from halfstep.doctor.precedence import ACCELERATE, FABRIC, PYTHON, Provenance, provenance, tools_with_rules
+from halfstep.doctor.precedence import ACCELERATE, FABRIC, PYTHON, Provenance, find_provenance, list_ranked_tools
 from halfstep.doctor.project import Project
-from halfstep.doctor.settings import FoundSetting, SettingSource, without_alternatives
+from halfstep.doctor.settings import FoundSetting, SettingSource, remove_ambiguous_claims
 from halfstep.doctor.sources.launch import LaunchLine
-from halfstep.doctor.sources.reading import lightning_claim
+from halfstep.doctor.sources.reading import read_lightning_word
 
 MOST_RUNS = 200
 """Runs of a project that are compared at most."""
@@ -52,7 +52,7 @@ class ProjectRun:
         """Return every setting of the run; flags of a script stand where the script uses them."""
         found = _place_settings([setting for source in self.sources for setting in source.precision], self.tools)
         # A run calls one of two functions that each make an Accelerator.
-        code = iter(without_alternatives([setting for setting in found if setting.kind == "code"]))
+        code = iter(remove_ambiguous_claims([setting for setting in found if setting.kind == "code"]))
         return [next(code) if setting.kind == "code" else setting for setting in found]
 
     def provenance(self) -> list[Provenance]:
@@ -60,7 +60,7 @@ class ProjectRun:
         aside = [setting for source in self.aside for setting in source.precision]
         settings = self.settings()
         tools = self.tools | {"hydra"}
-        rows = [provenance(tool, self.start, settings, aside) for tool in tools_with_rules() if tool in tools]
+        rows = [find_provenance(tool, self.start, settings, aside) for tool in list_ranked_tools() if tool in tools]
         return [row for row in rows if row]
 
 
@@ -80,7 +80,9 @@ def _apply_argument(setting: FoundSetting, flag: FoundSetting) -> FoundSetting:
     """Return what a setting of a script is once its argument is given: the flag's value, on the flag's line."""
     if setting.tool == "torch":
         is_on = flag.claim is not None and "fp32" in flag.claim.denies
-        return setting.read_as(lightning_claim(setting.key, setting.value)) if is_on else replace(setting, claim=None)
+        return (
+            setting.read_as(read_lightning_word(setting.key, setting.value)) if is_on else replace(setting, claim=None)
+        )
     level = "" if setting.rank == "default" else "code"
     return replace(flag, tool=setting.tool, level=level, decides=setting.decides)
 
@@ -92,20 +94,20 @@ def _add_owner(setting: FoundSetting, settings: Sequence[FoundSetting], tools: f
     if setting.argument in ("fp16", "bf16") and "transformers" in tools:
         return replace(setting, tool="transformers")
     if setting.argument.endswith("trainer.precision") and "lightning cli" in tools:
-        return replace(setting.read_as(lightning_claim(setting.key, setting.value)), tool="lightning cli")
-    if any(other.kind == "hydra" and setting.argument in _hydra_keys(other) for other in settings):
+        return replace(setting.read_as(read_lightning_word(setting.key, setting.value)), tool="lightning cli")
+    if any(other.kind == "hydra" and setting.argument in _list_hydra_keys(other) for other in settings):
         return replace(setting, tool="hydra")
     # The script's own parser reads it, and no library is known to.
     return replace(setting, decides=False)
 
 
-def _hydra_keys(setting: FoundSetting) -> tuple[str, str]:
+def _list_hydra_keys(setting: FoundSetting) -> tuple[str, str]:
     """Return the key as its file has it, and as the whole configuration does: conf/trainer/gpu.yaml is `trainer`."""
     group = posixpath.basename(posixpath.dirname(setting.place))
     return setting.key, f"{group}.{setting.key}"
 
 
-class Places:
+class SourceIndex:
     """The sources of a project, found by the names that scripts and launch lines give them."""
 
     def __init__(self, sources: Sequence[SettingSource]) -> None:
@@ -132,9 +134,9 @@ class Places:
         return fitting[0] if len(fitting) == 1 else None
 
 
-def runs_of(project: Project, environment: SettingSource) -> list[ProjectRun]:
+def link_project_runs(project: Project, environment: SettingSource) -> list[ProjectRun]:
     """Return the runs of a project, each with the sources that it reads."""
-    by_place = Places(project.sources)
+    by_place = SourceIndex(project.sources)
     launched = [launch for launch in project.launches if launch.launcher]
     runs = [_link_launch(launch, by_place) for launch in launched[:MOST_RUNS]]
     told = {source.place for run in runs for source in run.sources}
@@ -145,50 +147,54 @@ def runs_of(project: Project, environment: SettingSource) -> list[ProjectRun]:
     kinds = [source.kind for source in known]
     loose = [s for s in known if s.place not in told and s.kind != "code" and kinds.count(s.kind) == 1 and s.precision]
     if not runs:
-        runs = _configurations_alone(loose, by_place)
+        runs = _build_configuration_runs(loose, by_place)
         loose = []
     # A file that the project's own code reads belongs to the script that names it, and to no other.
     loose = [source for source in loose if source.kind not in ("recipe", "hydra")]
     return [_add_loose_settings(run, loose, environment) for run in runs]
 
 
-def _link_launch(launch: LaunchLine, by_place: Places) -> ProjectRun:
-    script = by_place.named(_module(launch.script), launch.source.place)
-    members = closure([_module(launch.script), *launch.source.names], launch.source.place, by_place)
-    members = [member if member is script else _select_imported(member) for member in members]
+def _link_launch(launch: LaunchLine, by_place: SourceIndex) -> ProjectRun:
+    script = by_place.named(_format_module_path(launch.script), launch.source.place)
+    members = collect_linked_sources(
+        [_format_module_path(launch.script), *launch.source.names], launch.source.place, by_place
+    )
+    members = [member if member is script else _drop_autocast_claims(member) for member in members]
     start = {"accelerate": ACCELERATE, "fabric": FABRIC}.get(launch.launcher, PYTHON)
     return ProjectRun(start, [launch.source, *members], launch)
 
 
-def _module(name: str) -> str:
+def _format_module_path(name: str) -> str:
     return name if "/" in name or name.endswith((".py", ".yaml", ".yml", ".json")) else f"{name.replace('.', '/')}.py"
 
 
-def _list_unlaunched(by_place: Places, told: set[str]) -> list[ProjectRun]:
+def _list_unlaunched(by_place: SourceIndex, told: set[str]) -> list[ProjectRun]:
     """Return a run for each script that decides a precision and that no other script imports."""
     scripts = [s for s in by_place.sources if s.kind == "code" and s.place not in told]
     named = _list_imported_names(scripts, by_place)
     roots = [s for s in scripts if s.place not in named and (s.tools or any(x.claim for x in s.precision))]
-    return [ProjectRun(PYTHON, [s, *_others(s, by_place)]) for s in roots[:MOST_RUNS]]
+    return [ProjectRun(PYTHON, [s, *_list_other_sources(s, by_place)]) for s in roots[:MOST_RUNS]]
 
 
-def _list_imported_names(sources: Iterable[SettingSource], by_place: Places) -> set[str]:
+def _list_imported_names(sources: Iterable[SettingSource], by_place: SourceIndex) -> set[str]:
     met = ((source, by_place.named(name, source.place)) for source in sources for name in source.names)
     return {other.place for source, other in met if other and other is not source}
 
 
-def _select_imported(source: SettingSource) -> SettingSource:
+def _drop_autocast_claims(source: SettingSource) -> SettingSource:
     """Return a module as an import runs it: autocast at its top, or in its own test, says nothing of the run."""
     return source._replace(precision=[replace(s, claim=None) if s.tool == "torch" else s for s in source.precision])
 
 
-def _others(source: SettingSource, by_place: Places) -> list[SettingSource]:
+def _list_other_sources(source: SettingSource, by_place: SourceIndex) -> list[SettingSource]:
     return [
-        _select_imported(member) for member in closure(source.names, source.place, by_place) if member is not source
+        _drop_autocast_claims(member)
+        for member in collect_linked_sources(source.names, source.place, by_place)
+        if member is not source
     ]
 
 
-def closure(names: Iterable[str], place: str, by_place: Places) -> list[SettingSource]:
+def collect_linked_sources(names: Iterable[str], place: str, by_place: SourceIndex) -> list[SettingSource]:
     """Return the sources that are named, and those that they name, in the order in which they were met."""
     found: dict[str, SettingSource] = {}
     waiting = [(name, place) for name in names]
@@ -201,12 +207,12 @@ def closure(names: Iterable[str], place: str, by_place: Places) -> list[SettingS
     return list(found.values())
 
 
-def _configurations_alone(loose: Sequence[SettingSource], by_place: Places) -> list[ProjectRun]:
+def _build_configuration_runs(loose: Sequence[SettingSource], by_place: SourceIndex) -> list[ProjectRun]:
     """Return the runs of a project without a launch line and without a script that decides a precision."""
     scattered = [s for s in by_place.sources if s not in loose and s.kind != "code"]
     named = _list_imported_names(scattered, by_place)
     roots = [s for s in scattered if s.place not in named]
-    alone = [[root, *_others(root, by_place)] for root in roots[:MOST_RUNS]] or [[]]
+    alone = [[root, *_list_other_sources(root, by_place)] for root in roots[:MOST_RUNS]] or [[]]
     runs = []
     for members in alone:
         sources = [*members, *(s for s in loose if s not in members)]

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.page import Box, finding_box
+from halfstep.page import Box, build_finding_box
 
 _LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
@@ -50,23 +50,23 @@ class LocatedFinding(Finding):
         return bool(_TESTS & set(folders)) or bool(_TEST_FILE.fullmatch(name))
 
 
-def box_of(finding: Finding) -> Box:
+def build_located_box(finding: Finding) -> Box:
     """Return the box of a finding for a page, with its place if it has one."""
     place = finding.where if isinstance(finding, LocatedFinding) else ""
-    return finding_box(finding.id, finding.severity, finding.evidence, finding.fix, place)
+    return build_finding_box(finding.id, finding.severity, finding.evidence, finding.fix, place)
 
 
-def lines_of(text: str) -> list[str]:
+def split_lines(text: str) -> list[str]:
     """Return the lines of a text with their ends, as editors count them; str.splitlines breaks at form feeds too."""
     return _LINES.findall(text)
 
 
-def patched(text: str, edits: Iterable[Edit]) -> str:
+def apply_line_edits(text: str, edits: Iterable[Edit]) -> str:
     """Return a file's text with its edits made; the ends of all other lines stay as they are.
 
     Raises WrongUse if a line is not what it was.
     """
-    lines = lines_of(text)
+    lines = split_lines(text)
     for edit in edits:
         line = lines[edit.line - 1] if edit.line <= len(lines) else ""
         body = line.rstrip("\r\n")

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from halfstep import numbers
-from halfstep._version import installed_version
-from halfstep.doctor.wheel import Board, Build, check_build, read_build
+from halfstep._version import find_package_version
+from halfstep.doctor.wheel import DriverGpu, TorchBuild, check_build, detect_torch_build
 from halfstep.finding import Finding
-from halfstep.precision.known_bad import KnownBad, known_bad
+from halfstep.precision.known_bad import KnownBadEntry, read_known_bad
 
 SHARED_MEMORY = "/dev/shm"
 SMALL = 2**28
@@ -33,19 +33,19 @@ class MachineFacts:
     """The facts: installed versions, GPUs, and shared memory."""
 
     packages: Mapping[str, str] = field(default_factory=dict)
-    boards: tuple[Board, ...] = ()
+    boards: tuple[DriverGpu, ...] = ()
     shared_memory: int | None = None
     """Bytes of the whole file system of shared memory; None if there is none, as on macOS and Windows."""
     apple: bool = False
     """Whether this is a Mac with an Apple processor."""
 
 
-def check_machine(machine: MachineFacts, build: Build | None = None) -> list[Finding]:
+def check_machine(machine: MachineFacts, build: TorchBuild | None = None) -> list[Finding]:
     """Return findings on the machine, and on torch's build where that is given."""
     about_build = check_build(build) if build is not None else []
     found = [*about_build, *check_shared_memory(machine.shared_memory)]
-    for entry in known_bad():
-        where = _applies(entry, machine)
+    for entry in read_known_bad():
+        where = _match_known_bad(entry, machine)
         if where is not None:
             sources = ", ".join(entry["sources"])
             found.append(Finding(entry["id"], entry["severity"], f"{where}: {entry['what']} ({sources})", entry["fix"]))
@@ -58,36 +58,38 @@ def check_shared_memory(size: int | None, workers: int | None = None, batch: int
         return []
     if workers is not None and batch is not None:
         needed = workers * PREFETCHED * batch
-        total = numbers.size(needed)
-        why = f"{workers} workers keep {PREFETCHED} batches of {numbers.size(batch)} each ready, {total} together"
+        total = numbers.format_bytes(needed)
+        why = (
+            f"{workers} workers keep {PREFETCHED} batches of {numbers.format_bytes(batch)} each ready, {total} together"
+        )
     else:
         needed, why = SMALL, "workers of a DataLoader pass their batches through it"
     if size >= needed:
         return []
-    evidence = f"{SHARED_MEMORY} has {numbers.size(size)}, and {why}: a worker is killed by a bus error"
+    evidence = f"{SHARED_MEMORY} has {numbers.format_bytes(size)}, and {why}: a worker is killed by a bus error"
     return [Finding("machine.shared_memory", "warning", evidence, f"{_LARGER}; or fewer workers")]
 
 
-def read_machine(build: Build | None = None) -> MachineFacts:
+def read_machine(build: TorchBuild | None = None) -> MachineFacts:
     """Return the facts of this machine."""
-    names = {str(entry["package"]) for entry in known_bad() if "package" in entry}
-    found = {name: version for name in sorted(names) if (version := installed_version(name))}
+    names = {str(entry["package"]) for entry in read_known_bad() if "package" in entry}
+    found = {name: version for name in sorted(names) if (version := find_package_version(name))}
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
-    return MachineFacts(found, (build or read_build()).boards, _read_shared_memory(), apple)
+    return MachineFacts(found, (build or detect_torch_build()).boards, _read_shared_memory(), apple)
 
 
 def is_version_within(version: str, ranges: str) -> bool:
     """Return whether a version such as `2.13.0+cu130` is within ranges such as `>=2.13,<2.14`."""
-    release = _release(version)
+    release = _parse_release(version)
     for sign, bound in _RANGE.findall(ranges):
-        other = _release(bound)
+        other = _parse_release(bound)
         holds = {">=": release >= other, "<=": release <= other, "<": release < other, ">": release > other}
         if not holds.get(sign, release == other):
             return False
     return True
 
 
-def _applies(entry: KnownBad, machine: MachineFacts) -> str | None:
+def _match_known_bad(entry: KnownBadEntry, machine: MachineFacts) -> str | None:
     """Return the version or the GPU that an entry is about; None if it does not apply."""
     if (entry.get("only_cpu") and machine.boards) or (entry.get("only_gpu") and not machine.boards):
         return None
@@ -103,7 +105,7 @@ def _applies(entry: KnownBad, machine: MachineFacts) -> str | None:
     return ", ".join(where) if len(where) == ("gpu" in entry) + ("package" in entry) else None
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _parse_release(version: str) -> tuple[int, ...]:
     # Trailing zeros are left out: 2.13 and 2.13.0 are one release.
     parts = [int(part) for part in _PARTS.findall(re.split(r"[+a-z]", version, maxsplit=1)[0])[:4]]
     while parts and parts[-1] == 0:

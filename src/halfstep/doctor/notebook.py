@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from halfstep.doctor.code.script import syntax_tree
-from halfstep.doctor.located import lines_of
+from halfstep.doctor.code.script import parse_syntax_tree
+from halfstep.doctor.located import split_lines
 
 
-def code_of(text: str) -> str | None:
+def extract_notebook_code(text: str) -> str | None:
     """Return the code cells of a notebook as one script; None if it has none, or lines cannot be found again.
 
     A finding in it has the line of the notebook's file.
@@ -19,10 +19,10 @@ def code_of(text: str) -> str | None:
         notebook = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    lines = [line.strip().removesuffix(",") for line in lines_of(text)]
+    lines = [line.strip().removesuffix(",") for line in split_lines(text)]
     script = [""] * len(lines)
     at = 0
-    for cell in _code_cells(notebook):
+    for cell in _iterate_code_cells(notebook):
         places: list[int] = []
         for line in cell:
             written = (json.dumps(line, ensure_ascii=False), json.dumps(line))
@@ -31,12 +31,12 @@ def code_of(text: str) -> str | None:
                 return None
             places.append(at)
             at += 1
-        for place, line in zip(places, _python(cell), strict=True):
+        for place, line in zip(places, _strip_shell_lines(cell), strict=True):
             script[place] = line
     return "\n".join(script) + "\n" if any(script) else None
 
 
-def _code_cells(notebook: Any) -> Iterator[list[str]]:
+def _iterate_code_cells(notebook: Any) -> Iterator[list[str]]:
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     for cell in cells if isinstance(cells, list) else ():
         source = cell.get("source") if isinstance(cell, dict) and cell.get("cell_type") == "code" else None
@@ -45,7 +45,7 @@ def _code_cells(notebook: Any) -> Iterator[list[str]]:
             yield [line for line in source if isinstance(line, str)]
 
 
-def _python(cell: list[str]) -> list[str]:
+def _strip_shell_lines(cell: list[str]) -> list[str]:
     """Return the lines of a cell, without those for IPython's shell; empty ones where the cell is no Python."""
     found, goes_on = [], False
     for line in cell:
@@ -55,7 +55,7 @@ def _python(cell: list[str]) -> list[str]:
         found.append("" if goes_on else f"{bare[: len(bare) - len(bare.lstrip())]}pass" if is_shell else bare)
         goes_on = (goes_on or is_shell) and bare.endswith("\\")
     try:
-        syntax_tree("\n".join(found))
+        parse_syntax_tree("\n".join(found))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [""] * len(cell)
     return found

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.doctor.located import Edit, LocatedFinding, lines_of, patched
+from halfstep.doctor.located import Edit, LocatedFinding, apply_line_edits, split_lines
 from halfstep.errors import WrongUse
-from halfstep.files import replacing
+from halfstep.files import replace_file
 from halfstep.json_data import JsonResult
 
 _MARK = b"\xef\xbb\xbf"
 """What some editors write before the first character; it stays where it is."""
 
 
-def edits_of(findings: Iterable[LocatedFinding]) -> list[Edit]:
+def collect_edits(findings: Iterable[LocatedFinding]) -> list[Edit]:
     """Return the edits of all findings; where two change one line, the first finding's."""
     found: dict[tuple[str, int], Edit] = {}
     for finding in findings:
@@ -27,25 +27,27 @@ def edits_of(findings: Iterable[LocatedFinding]) -> list[Edit]:
     return list(found.values())
 
 
-def edited(texts: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, str]:
+def apply_text_edits(texts: Mapping[str, str], edits: Sequence[Edit]) -> dict[str, str]:
     """Return the texts of the files that the edits change, with the edits made."""
     by_file: dict[str, list[Edit]] = {}
     for edit in sorted(edits, key=lambda edit: (edit.file, edit.line)):
         by_file.setdefault(edit.file, []).append(edit)
-    return {file: patched(texts[file], own) for file, own in by_file.items()}
+    return {file: apply_line_edits(texts[file], own) for file, own in by_file.items()}
 
 
-def unified_diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+def format_unified_diff(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """Return the changes of `after` as a patch that `git apply` and `patch -p1` take."""
     parts = []
     for file, text in after.items():
-        lines = difflib.unified_diff(_bare(before[file]), _bare(text), f"a/{file}", f"b/{file}", lineterm="")
+        lines = difflib.unified_diff(
+            _split_bare_lines(before[file]), _split_bare_lines(text), f"a/{file}", f"b/{file}", lineterm=""
+        )
         parts.append("\n".join(lines))
     return "\n".join(parts)
 
 
-def _bare(text: str) -> list[str]:
-    return [line.rstrip("\r\n") for line in lines_of(text)]
+def _split_bare_lines(text: str) -> list[str]:
+    return [line.rstrip("\r\n") for line in split_lines(text)]
 
 
 def write_texts(root: Path, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
@@ -66,17 +68,17 @@ def write_texts(root: Path, before: Mapping[str, str], after: Mapping[str, str])
                     do="run halfstep doctor again",
                 )
             originals[path] = content
-            _rewrite(path, mark + text.encode("utf-8"))
+            _rewrite_file(path, mark + text.encode("utf-8"))
     except BaseException:
         for path, content in originals.items():
-            _rewrite(path, content)
+            _rewrite_file(path, content)
         raise
     return list(after)
 
 
-def _rewrite(path: Path, content: bytes) -> None:
+def _rewrite_file(path: Path, content: bytes) -> None:
     """Replace the file behind a symlink, and keep its permissions."""
-    with replacing(path.resolve()) as draft:
+    with replace_file(path.resolve()) as draft:
         draft.write_bytes(content)
         shutil.copymode(path, draft)
 

@@ -21,7 +21,7 @@ _STORAGES = {
 
 
 @dataclass
-class Thing:
+class PickledObject:
     """An object that unpickling would make: the name of its class or function, its arguments and its state."""
 
     name: str
@@ -29,12 +29,12 @@ class Thing:
     state: Any = None
 
 
-class NotFollowed(Exception):
+class UnsupportedPickle(Exception):
     """A pickle that does what no file of `torch.save` needs."""
 
 
-def outline(path: Path) -> Any | None:
-    """Return the content of a file as dicts, lists, plain values and `Thing`s; None if it is no file of torch's."""
+def read_pickle_outline(path: Path) -> Any | None:
+    """Return the content of a file as dicts, lists, plain values and `PickledObject`s; None for a file not of torch."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist()[:MOST] if name.rpartition("/")[2] == "data.pkl"]
@@ -42,13 +42,13 @@ def outline(path: Path) -> Any | None:
                 return None
             with archive.open(names[0]) as file:
                 content = file.read(LARGEST + 1)
-        return _Machine().run(content) if len(content) <= LARGEST else None
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, NotFollowed, LookupError, RuntimeError):
+        return _PickleMachine().run(content) if len(content) <= LARGEST else None
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, UnsupportedPickle, LookupError, RuntimeError):
         # RuntimeError: an encrypted archive. LookupError: a stack or a memo that a damaged pickle leaves empty.
         return None
 
 
-def walk_values(root: Any) -> Iterator[tuple[str, Any]]:
+def iterate_values(root: Any) -> Iterator[tuple[str, Any]]:
     """Yield every value with its key, each container once."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", root)]
@@ -60,22 +60,22 @@ def walk_values(root: Any) -> Iterator[tuple[str, Any]]:
             inner = [(str(name), one) for name, one in value.items()]
         elif isinstance(value, (list, tuple)):
             inner = [(key, one) for one in value]
-        elif isinstance(value, Thing):
+        elif isinstance(value, PickledObject):
             inner = [(key, value.given), (key, value.state)]
         if inner and id(value) not in seen:
             seen.add(id(value))
             waiting.extend(inner)
 
 
-def tensor_format(value: Any) -> str | None:
+def find_tensor_format(value: Any) -> str | None:
     """Return the format of a tensor; None for any other value."""
-    while isinstance(value, Thing) and value.name == "torch._utils _rebuild_parameter" and value.given:
+    while isinstance(value, PickledObject) and value.name == "torch._utils _rebuild_parameter" and value.given:
         value = value.given[0]
-    is_tensor = isinstance(value, Thing) and value.name.startswith("torch._utils _rebuild_tensor")
+    is_tensor = isinstance(value, PickledObject) and value.name.startswith("torch._utils _rebuild_tensor")
     storage = value.given[0] if is_tensor and isinstance(value.given, tuple) and value.given else None
-    described = storage.given if isinstance(storage, Thing) and storage.name == "storage" else ()
+    described = storage.given if isinstance(storage, PickledObject) and storage.name == "storage" else ()
     kind = described[1] if isinstance(described, tuple) and len(described) > 1 else None
-    return _STORAGES.get(kind.name) if isinstance(kind, Thing) else None
+    return _STORAGES.get(kind.name) if isinstance(kind, PickledObject) else None
 
 
 _MARK = object()
@@ -83,7 +83,7 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _NOTHING = ("PROTO", "FRAME")
 
 
-class _Machine:
+class _PickleMachine:
     """A pickle machine that calls nothing: what would be made is described instead."""
 
     def __init__(self) -> None:
@@ -93,11 +93,11 @@ class _Machine:
     def run(self, content: bytes) -> Any:
         for count, (opcode, given, _) in enumerate(pickletools.genops(content)):
             if count > MOST:
-                raise NotFollowed
+                raise UnsupportedPickle
             if opcode.name == "STOP":
                 return self._stack.pop()
             self._do(opcode.name, given)
-        raise NotFollowed
+        raise UnsupportedPickle
 
     def _do(self, name: str, given: Any) -> None:
         if name in _NOTHING:
@@ -111,11 +111,11 @@ class _Machine:
         elif name in ("BINGET", "LONG_BINGET", "GET"):
             self._stack.append(self._memo[given])
         elif name == "GLOBAL":
-            self._stack.append(Thing(str(given)))
+            self._stack.append(PickledObject(str(given)))
         elif isinstance(given, (str, bytes, int, float, bytearray)):
             self._stack.append(given)
         else:
-            raise NotFollowed
+            raise UnsupportedPickle
 
     def _since_mark(self) -> list[Any]:
         found: list[Any] = []
@@ -125,20 +125,20 @@ class _Machine:
 
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
-        self._stack.append(Thing(f"{module} {name}"))
+        self._stack.append(PickledObject(f"{module} {name}"))
 
     def _reduce(self) -> None:
         given, function = self._stack.pop(), self._stack.pop()
-        name = function.name if isinstance(function, Thing) else "?"
-        self._stack.append({} if name in _DICTS else Thing(name, given))
+        name = function.name if isinstance(function, PickledObject) else "?"
+        self._stack.append({} if name in _DICTS else PickledObject(name, given))
 
     def _build(self) -> None:
         state = self._stack.pop()
-        if isinstance(self._stack[-1], Thing):
+        if isinstance(self._stack[-1], PickledObject):
             self._stack[-1].state = state
 
     def _persistent(self) -> None:
-        self._stack.append(Thing("storage", self._stack.pop()))
+        self._stack.append(PickledObject("storage", self._stack.pop()))
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -165,7 +165,7 @@ class _Machine:
         self._set_items(items)
 
 
-_OPERATIONS: dict[str, Callable[[_Machine], Any]] = {
+_OPERATIONS: dict[str, Callable[[_PickleMachine], Any]] = {
     "MARK": lambda machine: machine._stack.append(_MARK),
     "POP": lambda machine: machine._stack.pop(),
     "POP_MARK": lambda machine: machine._since_mark(),
@@ -174,21 +174,21 @@ _OPERATIONS: dict[str, Callable[[_Machine], Any]] = {
     "EMPTY_LIST": lambda machine: machine._stack.append([]),
     "EMPTY_SET": lambda machine: machine._stack.append([]),
     "EMPTY_TUPLE": lambda machine: machine._stack.append(()),
-    "DICT": _Machine._dict,
+    "DICT": _PickleMachine._dict,
     "LIST": lambda machine: machine._stack.append(machine._since_mark()),
     "FROZENSET": lambda machine: machine._stack.append(machine._since_mark()),
     "TUPLE": lambda machine: machine._stack.append(tuple(machine._since_mark())),
     "TUPLE1": lambda machine: machine._tuple_of(1),
     "TUPLE2": lambda machine: machine._tuple_of(2),
     "TUPLE3": lambda machine: machine._tuple_of(3),
-    "SETITEM": _Machine._set_item,
+    "SETITEM": _PickleMachine._set_item,
     "SETITEMS": lambda machine: machine._set_items(machine._since_mark()),
     "APPEND": lambda machine: machine._append([machine._stack.pop()]),
     "APPENDS": lambda machine: machine._append(machine._since_mark()),
     "ADDITEMS": lambda machine: machine._append(machine._since_mark()),
-    "STACK_GLOBAL": _Machine._stack_global,
-    "REDUCE": _Machine._reduce,
-    "NEWOBJ": _Machine._reduce,
-    "BUILD": _Machine._build,
-    "BINPERSID": _Machine._persistent,
+    "STACK_GLOBAL": _PickleMachine._stack_global,
+    "REDUCE": _PickleMachine._reduce,
+    "NEWOBJ": _PickleMachine._reduce,
+    "BUILD": _PickleMachine._build,
+    "BINPERSID": _PickleMachine._persistent,
 }

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 
 from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources import NOT_GIVEN
-from halfstep.precision.names import settle
+from halfstep.precision.names import resolve_claims
 
 PYTHON, ACCELERATE, FABRIC = "python", "accelerate", "fabric"
 """How a run is started: by python or torchrun, by `accelerate launch`, by `fabric run`."""
@@ -67,12 +67,12 @@ _ONLY_IF_ON = frozenset({"transformers"})
 """Tools in which `false` and silence are the same."""
 
 
-def precedence_of(setting: FoundSetting) -> str:
+def format_precedence(setting: FoundSetting) -> str:
     """Return where a tool ranks a setting, as `owner.rank`."""
     return f"{setting.owner}.{setting.rank}"
 
 
-def rule_for(tool: str, start: str) -> ReadingOrder | None:
+def find_reading_order(tool: str, start: str) -> ReadingOrder | None:
     """Return the rule of a tool under a way to start, None if it has none."""
     return next((rule for rule in RULES if rule.tool == tool and start in rule.starts), None)
 
@@ -97,7 +97,7 @@ class Provenance:
     def precision(self) -> str:
         """The precision that the tool runs in; fp32 where nothing is set."""
         claims = [setting.claim for setting in self.winners if setting.claim]
-        return settle(claims).name if claims else "fp32"
+        return resolve_claims(claims).name if claims else "fp32"
 
     def disagreeing(self) -> Iterator[FoundSetting]:
         """Yield the settings without effect that ask for something else than what runs."""
@@ -118,42 +118,43 @@ class Provenance:
         claims = [winner.claim for winner in self.winners if winner.claim]
         if not claims:
             return "fp32" not in setting.claim.denies and setting.claim.meaning in ("fp32", "tf32", "auto")
-        return not settle([*claims, setting.claim]).against
+        return not resolve_claims([*claims, setting.claim]).against
 
 
-def provenance(
+def find_provenance(
     tool: str, start: str, settings: Sequence[FoundSetting], aside: Sequence[FoundSetting] = ()
 ) -> Provenance | None:
     """Return who wins in a tool; None if it has no rule, or no setting here.
 
     `aside` are settings in files that the tool could read and that this run does not give to it.
     """
-    rule = rule_for(tool, start)
+    rule = find_reading_order(tool, start)
     if rule is None:
         return None
     # Every place that the tool reads when it is started in one way or another.
     known = {place for rule in RULES if rule.tool == tool for place in rule.order}
     speaking = [setting for setting in settings if setting.claim]
-    read = [s for s in speaking if precedence_of(s) in rule.order]
-    unread = [s for s in speaking if precedence_of(s) in known - set(rule.order)]
-    unread += [s for s in aside if s.claim and precedence_of(s) in known]
+    read = [s for s in speaking if format_precedence(s) in rule.order]
+    unread = [s for s in speaking if format_precedence(s) in known - set(rule.order)]
+    unread += [s for s in aside if s.claim and format_precedence(s) in known]
     if not read and not unread:
         return None
     first = next(
-        (place for place in rule.order if any(_decides(tool, s) for s in read if precedence_of(s) == place)), None
+        (place for place in rule.order if any(_can_decide(tool, s) for s in read if format_precedence(s) == place)),
+        None,
     )
-    winners = [s for s in read if precedence_of(s) == first]
+    winners = [s for s in read if format_precedence(s) == first]
     if not winners and tool == "accelerate":
         # Where accelerate is silent, the DeepSpeed file that it was given decides.
         winners = [s for s in speaking if s.kind == "deepspeed" and s.claim and s.claim.says]
     return Provenance(tool, start, winners, [s for s in read if s not in winners], unread, rule.refuses)
 
 
-def _decides(tool: str, setting: FoundSetting) -> bool:
+def _can_decide(tool: str, setting: FoundSetting) -> bool:
     own = setting.owner in _ONLY_IF_ON and tool in _ONLY_IF_ON
     return not own or bool(setting.claim and setting.claim.says)
 
 
-def tools_with_rules() -> Collection[str]:
+def list_ranked_tools() -> Collection[str]:
     """Return the tools whose order is known."""
     return dict.fromkeys(rule.tool for rule in RULES)

@@ -12,8 +12,8 @@ from pathlib import Path
 from halfstep.doctor.checkpoints import PICKLED, check_checkpoint
 from halfstep.doctor.code import check_code
 from halfstep.doctor.located import LocatedFinding
-from halfstep.doctor.notebook import code_of
-from halfstep.doctor.settings import SettingSource, printable
+from halfstep.doctor.notebook import extract_notebook_code
+from halfstep.doctor.settings import SettingSource, format_safe_text
 from halfstep.doctor.sources import launch, python
 from halfstep.doctor.sources.kinds import from_configuration
 from halfstep.doctor.sources.launch import LaunchLine, from_shell
@@ -72,50 +72,54 @@ def read_project(folder: str, changed: Mapping[str, str] | None = None) -> Proje
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for place in _walk(root):
+        for place in _iterate_project_files(root):
             if project.files >= MOST_FILES:
                 project.more = True
                 break
             project.files += 1
-            _read(project, place)
+            _read_project_file(project, place)
     finally:
         if was_enabled:
             gc.enable()
     return project
 
 
-def _walk(root: Path) -> Iterator[str]:
+def _iterate_project_files(root: Path) -> Iterator[str]:
     """Yield the files of a folder by their path in it, in order; links are not followed out of the folder."""
     inside = root.resolve()
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.endswith(".egg-info"))
         own = Path(folder).relative_to(root).as_posix()
-        wanted = [name for name in files if _suffix(name) in _WANTED and name not in _NOT_A_CONFIGURATION]
+        wanted = [name for name in files if _find_suffix(name) in _WANTED and name not in _NOT_A_CONFIGURATION]
         for name in sorted(wanted):
             path = os.path.join(folder, name)
             if not os.path.islink(path) or Path(path).resolve().is_relative_to(inside):
                 yield f"{own}/{name}" if own != "." else name
 
 
-def _suffix(name: str) -> str:
+def _find_suffix(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
 
-def _read(project: Project, place: str) -> None:
-    suffix = _suffix(place)
+def _read_project_file(project: Project, place: str) -> None:
+    suffix = _find_suffix(place)
     if suffix in _CHECKPOINTS:
         project.findings += check_checkpoint(project.root / place, place)
         return
     largest = LARGEST_NOTEBOOK if suffix == ".ipynb" else LARGEST
-    text = project.changed.get(place) or _text(project.root / place, largest)
+    text = project.changed.get(place) or _read_text_file(project.root / place, largest)
     if text is None:
         return
     try:
         if suffix == ".py":
-            _python(project, place, text)
+            _read_python_file(project, place, text)
         elif suffix == ".ipynb":
             # Look for mistakes in the cells; nothing is edited in a notebook.
-            code = code_of(text) if any(word in text for word in ("autocast", "GradScaler", "torch")) else None
+            code = (
+                extract_notebook_code(text)
+                if any(word in text for word in ("autocast", "GradScaler", "torch"))
+                else None
+            )
             found = [finding for check in CHECKS for finding in check(place, code)] if code else []
             project.findings += [replace(finding, edits=()) for finding in found]
         elif suffix in _CONFIGURATIONS:
@@ -127,10 +131,10 @@ def _read(project: Project, place: str) -> None:
             project.launches += from_shell(place, text)
             project.texts[place] = text
     except HalfstepError as error:
-        project.findings.append(_unreadable(place, error))
+        project.findings.append(_build_unreadable_finding(place, error))
 
 
-def _text(path: Path, largest: int) -> str | None:
+def _read_text_file(path: Path, largest: int) -> str | None:
     """Return the text of a regular file of at most `largest` bytes; None for anything else."""
     try:
         if not path.is_file() or path.stat().st_size > largest:
@@ -141,16 +145,16 @@ def _text(path: Path, largest: int) -> str | None:
         return None
 
 
-def _python(project: Project, place: str, text: str) -> None:
+def _read_python_file(project: Project, place: str, text: str) -> None:
     project.texts[place] = text
     try:
-        if python.speaks(text):
+        if python.has_possible_settings(text):
             project.sources.append(python.from_python(place, text))
-        elif named := python.names_only(place, text):
+        elif named := python.find_named_files(place, text):
             project.sources.append(named)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
-        evidence = f"{printable(place)} is not Python that this version can parse"
+        evidence = f"{format_safe_text(place)} is not Python that this version can parse"
         fix = f"python -m py_compile {place}"
         project.findings.append(LocatedFinding("project.not_read", "note", evidence, fix, place, line))
         return
@@ -159,7 +163,7 @@ def _python(project: Project, place: str, text: str) -> None:
         project.findings += check(place, text)
 
 
-def _unreadable(place: str, error: HalfstepError) -> LocatedFinding:
+def _build_unreadable_finding(place: str, error: HalfstepError) -> LocatedFinding:
     """Return a word that nobody understands as an error, and a file that this reader refuses as a note."""
     from halfstep.errors import BadRecipe, Unsafe
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.doctor.located import LocatedFinding, box_of
+from halfstep.doctor.located import LocatedFinding, build_located_box
 from halfstep.doctor.patch import ProjectPatch
 from halfstep.doctor.precedence import Provenance
-from halfstep.doctor.settings import FoundSetting, shown
+from halfstep.doctor.settings import FoundSetting, format_found_value
 from halfstep.doctor.settings_page import PrecisionStatus
-from halfstep.draw.notebook import ShownAsPage
-from halfstep.numbers import several
+from halfstep.draw.notebook import PageResult
+from halfstep.numbers import format_counted_noun
 from halfstep.page import Block, Box, Code, Column, Heading, Items, Page, Paragraph, Span, Table
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 
 SEVERAL = "several"
 """The precision of a project whose runs differ in it."""
@@ -66,7 +66,7 @@ class ProjectStatus(PrecisionStatus):
 
 
 @dataclass(frozen=True)
-class ProjectReport(ShownAsPage):
+class ProjectReport(PageResult):
     """The check of a project's folder."""
 
     folder: Path
@@ -88,34 +88,39 @@ class ProjectReport(ShownAsPage):
 
     def page(self) -> Page:
         """Return the page about it."""
-        return project_page(self)
+        return build_project_page(self)
 
 
-def project_page(
+def build_project_page(
     report: ProjectReport, patch: ProjectPatch | None = None, written: Path | None = None, settings: bool = False
 ) -> Page:
     """Return the page of a check, with the requested parts: a patch, a recipe, the settings."""
-    blocks = [*_verdict(report), *_findings(report.findings), *_list_test_findings(report.findings)]
-    blocks += [block for run in report.runs for block in _winners_table(run)]
+    blocks = [
+        *_build_project_verdict(report),
+        *_iterate_finding_boxes(report.findings),
+        *_list_test_findings(report.findings),
+    ]
+    blocks += [block for run in report.runs for block in _build_winners_table(run)]
     if settings:
         rows = [row for row in report.settings if row.key not in _ASIDE]
-        blocks += [Heading("Settings", "" if rows else "none of them sets a precision"), _settings(rows)]
+        blocks += [Heading("Settings", "" if rows else "none of them sets a precision"), _tabulate_settings(rows)]
     if patch is not None:
-        blocks += _patch(patch)
+        blocks += _build_patch_blocks(patch)
     if written is not None:
         blocks.append(Heading("Recipe", str(written)))
     return Page(f"precision in {report.folder}", tuple(blocks))
 
 
-def _verdict(report: ProjectReport) -> tuple[Block, ...]:
+def _build_project_verdict(report: ProjectReport) -> tuple[Block, ...]:
     status, files = report.status, report.files
     why = f" ({status.reason})" if status.reason else ""
     more = ", and more that were not" if files.more else ""
     counted = (
-        f"{report.folder}: {several(files.read, 'file')} checked{more}, {files.with_settings} with precision settings"
+        f"{report.folder}: {format_counted_noun(files.read, 'file')} checked{more}, {files.with_settings} with "
+        "precision settings"
     )
     numbers = {"learning rate": status.learning_rate, "clipping": status.clipping}
-    lines = [f"precision: {_precision(status)}"]
+    lines = [f"precision: {_describe_project_precision(status)}"]
     lines += [f"{name}: {words}" for name, words in numbers.items() if words != "not set"]
     return (
         Paragraph(Span(status.final + why, "good" if status.aligned else "bad", strong=True)),
@@ -123,7 +128,7 @@ def _verdict(report: ProjectReport) -> tuple[Block, ...]:
     )
 
 
-def _precision(status: ProjectStatus) -> str:
+def _describe_project_precision(status: ProjectStatus) -> str:
     if not status.aligned:
         return status.amp
     silent = "the deciding value is known only at run time" if status.unresolved else "not set anywhere"
@@ -136,13 +141,13 @@ def _is_same_run(one: LocatedFinding, other: LocatedFinding) -> bool:
     return one.id == other.id and one.severity == other.severity and same_words
 
 
-def _findings(findings: Sequence[LocatedFinding]) -> Iterator[Box]:
+def _iterate_finding_boxes(findings: Sequence[LocatedFinding]) -> Iterator[Box]:
     """Yield each finding outside of tests once, with all of its places."""
     for finding in findings:
         places = [other for other in findings if _is_same_run(finding, other) and not other.in_tests]
         if finding.in_tests or places[0] is not finding:
             continue
-        box = box_of(finding)
+        box = build_located_box(finding)
         if len(places) > 1:
             more = [f"and {len(places) - _MOST_PLACES} more: see --json"] if len(places) > _MOST_PLACES else []
             named = (other.where for other in places[:_MOST_PLACES])
@@ -162,15 +167,18 @@ def _list_test_findings(findings: Sequence[LocatedFinding]) -> Iterator[Block]:
         yield Items(tuple(f"{name}  {found[0]}{more[name]}" for name, found in places.items()), wrap=False)
 
 
-def _settings(rows: Sequence[FoundSetting]) -> Table:
+def _tabulate_settings(rows: Sequence[FoundSetting]) -> Table:
     columns = tuple(Column(title, wrap="fold", widest=widest) for title, widest in _SETTING_WIDTHS.items())
-    cells = [(_place(row), f"{row.key} = {shown(row.value)}", row.means) for row in rows[:_MOST_ROWS]]
+    cells = [
+        (_format_setting_place(row), f"{row.key} = {format_found_value(row.value)}", row.means)
+        for row in rows[:_MOST_ROWS]
+    ]
     if len(rows) > _MOST_ROWS:
         cells.append(("", "", f"and {len(rows) - _MOST_ROWS} more: see --json"))
     return Table(columns, tuple(cells))
 
 
-def _winners_table(run: RunReport) -> Iterator[Block]:
+def _build_winners_table(run: RunReport) -> Iterator[Block]:
     if not any(row.overrode or row.unread for row in run.provenance):
         return
     started = f"started by {_START[run.start]}"
@@ -179,29 +187,29 @@ def _winners_table(run: RunReport) -> Iterator[Block]:
     columns += [Column(title, wrap="fold") for title in ("because of", "over")]
     rows = []
     for row in run.provenance:
-        losers = [*map(_name_place, row.overrode), *(f"{_name_place(s)}, not read" for s in row.unread)]
-        because = "\n".join(map(_name_place, row.winners)) or "nothing: its default"
+        losers = [*map(_describe_setting, row.overrode), *(f"{_describe_setting(s)}, not read" for s in row.unread)]
+        because = "\n".join(map(_describe_setting, row.winners)) or "nothing: its default"
         rows.append((row.tool, row.precision, because, "\n".join(losers) or "-"))
     yield Table(tuple(columns), tuple(rows))
 
 
-def _name_place(setting: FoundSetting) -> str:
-    return f"{setting.key} = {shown(setting.value)} ({_place(setting)})"
+def _describe_setting(setting: FoundSetting) -> str:
+    return f"{setting.key} = {format_found_value(setting.value)} ({_format_setting_place(setting)})"
 
 
-def _place(setting: FoundSetting) -> str:
+def _format_setting_place(setting: FoundSetting) -> str:
     return f"{setting.place}:{setting.line}" if setting.line else setting.place
 
 
-def _patch(patch: ProjectPatch) -> Iterator[Block]:
+def _build_patch_blocks(patch: ProjectPatch) -> Iterator[Block]:
     yield Heading("Patch", "" if patch.patch else "none: no finding has an edit")
     if patch.patch:
         yield Code(patch.patch, "diff")
     if patch.refused:
         words = "settings are left alone, because no edit ends in settings that agree; --fix NAME decides:"
-        yield Paragraph(in_line(f"{words}\n{patch.refused}"), indent=True)
+        yield Paragraph(escape_to_one_line(f"{words}\n{patch.refused}"), indent=True)
     if patch.files_modified is not None:
         files = ", ".join(patch.files_modified) or "none"
-        yield Paragraph(in_line(f"Files modified: {files}"), indent=True)
+        yield Paragraph(escape_to_one_line(f"Files modified: {files}"), indent=True)
     elif patch.patch:
         yield Paragraph("apply it with --fix --yes", indent=True)

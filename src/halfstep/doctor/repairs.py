@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from halfstep.doctor.located import Edit, lines_of
+from halfstep.doctor.located import Edit, split_lines
 from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources.environment import FABRIC, LIGHTNING
 from halfstep.doctor.sources.reading import LIGHTNING_TRUE
@@ -22,20 +22,20 @@ _UNQUOTED = ("accelerate", "recipe", "hydra")
 """Kinds of settings whose keys are written without quotes, also where their file is JSON."""
 
 
-def line_for(setting: FoundSetting, precision: str) -> str:
+def format_setting_line(setting: FoundSetting, precision: str) -> str:
     """Return what to write so that `setting` asks for `precision`."""
     if setting.kind == "environment":
-        return _variable(setting, precision)
+        return _format_variable_line(setting, precision)
     if setting.kind == "deepspeed":
         # A file that uses DeepSpeed's old spelling must not get both spellings.
         old = setting.key.partition(".")[0] == "bfloat16"
         names = {"fp16": "fp16", "bf16": "bfloat16" if old else "bf16"}
         return ", ".join(f'"{name}": {{"enabled": {str(one == precision).lower()}}}' for one, name in names.items())
-    return " and ".join(_write_setting(setting, target) for target in _targets(setting, precision))
+    return " and ".join(_format_target(setting, target) for target in _list_targets(setting, precision))
 
 
-def _variable(setting: FoundSetting, precision: str) -> str:
-    value = _variable_value(setting, precision)
+def _format_variable_line(setting: FoundSetting, precision: str) -> str:
+    value = _choose_variable_value(setting, precision)
     if value is None:
         return f"unset {setting.key}"
     if setting.place.endswith(".py"):
@@ -43,7 +43,7 @@ def _variable(setting: FoundSetting, precision: str) -> str:
     return f"export {setting.key}={value}"
 
 
-def _variable_value(setting: FoundSetting, precision: str) -> str | None:
+def _choose_variable_value(setting: FoundSetting, precision: str) -> str | None:
     """Return the value of a variable; None if it must not be set."""
     if setting.claim and setting.claim.says is None and setting.claim.denies == {"tf32"}:
         return None
@@ -59,16 +59,16 @@ class _Target(NamedTuple):
     value: str
 
 
-def _targets(setting: FoundSetting, precision: str) -> list[_Target]:
+def _list_targets(setting: FoundSetting, precision: str) -> list[_Target]:
     """Return what to write instead of a setting, and a flag that must be added to its own."""
     if setting.kind == "accelerate":
         return [_Target("mixed_precision", _ACCELERATE.get(precision, precision))]
     if setting.kind in ("recipe", "hydra"):
-        return _recipe_targets(setting, precision)
-    return [_target(setting, precision)]
+        return _list_recipe_targets(setting, precision)
+    return [_build_setting_target(setting, precision)]
 
 
-def _recipe_targets(setting: FoundSetting, precision: str) -> list[_Target]:
+def _list_recipe_targets(setting: FoundSetting, precision: str) -> list[_Target]:
     key = setting.leaf
     if key in ("amp", "use_amp") or (isinstance(setting.value, bool) and key == "mixed_precision"):
         return [_Target(key, str(precision not in _FULL))]
@@ -87,11 +87,11 @@ def _recipe_targets(setting: FoundSetting, precision: str) -> list[_Target]:
     return [_Target(key, words.get(precision, precision))]
 
 
-def _target(setting: FoundSetting, precision: str) -> _Target:
+def _build_setting_target(setting: FoundSetting, precision: str) -> _Target:
     """Return what to write instead of a setting outside of YAML of the project's own."""
-    key = _keyword(setting)
+    key = _parse_keyword(setting)
     if key in ("fp16", "bf16"):
-        return _flag_target(setting, key, precision)
+        return _build_flag_target(setting, key, precision)
     if key == "mixed_precision" or setting.tool == "accelerate":
         word = "no" if precision in _FULL else precision
         return _Target(key, f'"{word}"' if setting.kind == "code" else word)
@@ -105,7 +105,7 @@ def _target(setting: FoundSetting, precision: str) -> _Target:
     return _Target(key, _TORCH.get(precision, precision))
 
 
-def _keyword(setting: FoundSetting) -> str:
+def _parse_keyword(setting: FoundSetting) -> str:
     """Return the word itself: `mixed_precision` of `Accelerator(mixed_precision)` and of `--mixed_precision`."""
     inner = re.search(r"\((\w+)\)", setting.key)
     if inner:
@@ -114,7 +114,7 @@ def _keyword(setting: FoundSetting) -> str:
     return words.rpartition(".")[2] if setting.kind != "launch" else words
 
 
-def _flag_target(setting: FoundSetting, key: str, precision: str) -> _Target:
+def _build_flag_target(setting: FoundSetting, key: str, precision: str) -> _Target:
     lower = setting.kind in ("transformers", "deepspeed")
     on = setting.claim is not None and setting.claim.says is not None
     if on and precision in ("fp16", "bf16") and precision != key:
@@ -124,7 +124,7 @@ def _flag_target(setting: FoundSetting, key: str, precision: str) -> _Target:
     return _Target(key, value.lower() if lower else value)
 
 
-def _write_setting(setting: FoundSetting, target: _Target) -> str:
+def _format_target(setting: FoundSetting, target: _Target) -> str:
     if setting.kind == "launch":
         dashes = "--" if setting.key.startswith("-") else ""
         joined = " " if dashes else "="
@@ -138,34 +138,34 @@ def _write_setting(setting: FoundSetting, target: _Target) -> str:
     return f"{quote}{target.key}{quote}: {target.value}"
 
 
-def edits_for(
+def build_setting_edits(
     setting: FoundSetting, precision: str, settings: Sequence[FoundSetting], texts: Mapping[str, str]
 ) -> tuple[Edit, ...]:
     """Return the edits after which `setting` asks for `precision`; none if a program cannot make them safely.
 
     `settings` are all of the run: a file that has both `fp16` and `bf16` gets both changed.
     """
-    siblings = _siblings(setting, settings)
-    return _edits((setting, *siblings), precision, bool(siblings), texts) or ()
+    siblings = _list_sibling_settings(setting, settings)
+    return _build_line_edits((setting, *siblings), precision, bool(siblings), texts) or ()
 
 
-def edits_to_all(
+def build_agreeing_edits(
     against: Sequence[FoundSetting], precision: str, settings: Sequence[FoundSetting], texts: Mapping[str, str]
 ) -> tuple[Edit, ...]:
     """Return the edits after which all settings that are `against` it ask for `precision`, as far as a program can."""
     found: dict[tuple[str, int], Edit] = {}
     for setting in against:
-        siblings = _siblings(setting, settings)
-        edits = _edits((setting, *siblings), precision, bool(siblings), texts, found)
+        siblings = _list_sibling_settings(setting, settings)
+        edits = _build_line_edits((setting, *siblings), precision, bool(siblings), texts, found)
         found |= {(edit.file, edit.line): edit for edit in edits or ()}
     return tuple(found.values())
 
 
-def _siblings(setting: FoundSetting, settings: Sequence[FoundSetting]) -> list[FoundSetting]:
-    return [s for s in settings if s.place == setting.place and s is not setting and _are_flags(s, setting)]
+def _list_sibling_settings(setting: FoundSetting, settings: Sequence[FoundSetting]) -> list[FoundSetting]:
+    return [s for s in settings if s.place == setting.place and s is not setting and _are_paired_flags(s, setting)]
 
 
-def _edits(
+def _build_line_edits(
     settings: Sequence[FoundSetting],
     precision: str,
     paired: bool,
@@ -178,7 +178,7 @@ def _edits(
         if setting.place.endswith((".py", ".ipynb")):
             # Python is edited for mistakes in code only.
             return None
-        lines = lines_of(texts.get(setting.place, ""))
+        lines = split_lines(texts.get(setting.place, ""))
         line = lines[setting.line - 1].rstrip("\r\n") if setting.line and setting.line <= len(lines) else None
         place = (setting.place, setting.line or 0)
         before = edits[place].after if place in edits else line
@@ -189,35 +189,35 @@ def _edits(
     return tuple(edit for edit in edits.values() if edit.before != edit.after)
 
 
-def _are_flags(one: FoundSetting, other: FoundSetting) -> bool:
-    names = {_format_of(one), _format_of(other)}
+def _are_paired_flags(one: FoundSetting, other: FoundSetting) -> bool:
+    names = {_find_flag_format(one), _find_flag_format(other)}
     return names == {"fp16", "bf16"} and one.key.count(".") == other.key.count(".")
 
 
-def _format_of(setting: FoundSetting) -> str:
+def _find_flag_format(setting: FoundSetting) -> str:
     words = re.findall(r"fp16|bf16|bfloat16", setting.key)
     return words[-1].replace("bfloat16", "bf16") if words else ""
 
 
 def _change_line(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
     if setting.kind == "environment":
-        new = _variable_value(setting, precision)
+        new = _choose_variable_value(setting, precision)
         return _replace_once(rf"(?<!\w)({setting.key}=)([\"']?)[\w-]+\2", rf"\g<1>{new}", line) if new else None
-    if _format_of(setting) and setting.kind != "launch":
-        return _change_flag(setting, precision, paired, line)
+    if _find_flag_format(setting) and setting.kind != "launch":
+        return _switch_format(setting, precision, paired, line)
     if setting.kind == "launch":
         return _change_word(setting, precision, line)
     if setting.kind == "code":
         return _change_keyword(setting, precision, line)
     if setting.kind == "deepspeed" or (setting.place.endswith(".json") and setting.kind not in _UNQUOTED):
         return None
-    (key, value), *others = _targets(setting, precision)
+    (key, value), *others = _list_targets(setting, precision)
     if key != setting.leaf or (others and not line.lstrip(" \"'").startswith(key)):
         return None
     if others:
         indent = line[: len(line) - len(line.lstrip())]
         own = _replace_once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
-        return f"{indent}{_write_setting(setting, others[0])}\n{own}" if own is not None else None
+        return f"{indent}{_format_target(setting, others[0])}\n{own}" if own is not None else None
     if setting.place.endswith(".json"):
         value = value.lower() if value in ("True", "False") else f'"{value.strip(_QUOTES)}"'
     return _replace_once(rf"((?<!\w){re.escape(key)}[\"']?\s*:\s*)[^\s,#}}]+", rf"\g<1>{value}", line)
@@ -226,8 +226,8 @@ def _change_line(setting: FoundSetting, precision: str, paired: bool, line: str)
 _QUOTES = "'\""
 
 
-def _change_flag(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
-    own, on = _format_of(setting), setting.claim is not None and setting.claim.says is not None
+def _switch_format(setting: FoundSetting, precision: str, paired: bool, line: str) -> str | None:
+    own, on = _find_flag_format(setting), setting.claim is not None and setting.claim.says is not None
     key = "enabled" if setting.leaf == "enabled" else own
     rename = on and not paired and precision in ("fp16", "bf16") and precision != own
     if rename and key == "enabled":
@@ -243,7 +243,7 @@ def _change_flag(setting: FoundSetting, precision: str, paired: bool, line: str)
 
 
 def _change_word(setting: FoundSetting, precision: str, line: str) -> str | None:
-    target = _target(setting, precision)
+    target = _build_setting_target(setting, precision)
     flag = re.escape(setting.key)
     if setting.value is True:
         # A flag without a value is there or not.
@@ -255,11 +255,11 @@ def _change_word(setting: FoundSetting, precision: str, line: str) -> str | None
 
 
 def _rename_setting(setting: FoundSetting, target: _Target) -> str:
-    return setting.key.replace(_keyword(setting), target.key) if target.key in ("fp16", "bf16") else setting.key
+    return setting.key.replace(_parse_keyword(setting), target.key) if target.key in ("fp16", "bf16") else setting.key
 
 
 def _change_keyword(setting: FoundSetting, precision: str, line: str) -> str | None:
-    target = _target(setting, precision)
+    target = _build_setting_target(setting, precision)
     key = "default" if " default" in setting.key else target.key
     if key == "default" and setting.value in (True, False):
         target = target._replace(value=str(precision not in _FULL))

@@ -12,7 +12,7 @@ from halfstep.doctor.located import LocatedFinding
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def to_sarif(findings: Sequence[LocatedFinding], otherwise: str, folder: str = "") -> dict[str, object]:
+def convert_to_sarif(findings: Sequence[LocatedFinding], otherwise: str, folder: str = "") -> dict[str, object]:
     """Return the findings as one run of a tool.
 
     `otherwise` is the file of those that have none, as a variable's; `folder` is the project's place in the repository.
@@ -21,13 +21,13 @@ def to_sarif(findings: Sequence[LocatedFinding], otherwise: str, folder: str = "
     driver = {
         "name": "halfstep doctor",
         "semanticVersion": __version__,
-        "rules": [_rule(name, next(f for f in findings if f.id == name)) for name in ids],
+        "rules": [_build_sarif_rule(name, next(f for f in findings if f.id == name)) for name in ids],
     }
-    results = [_result(finding, ids.index(finding.id), otherwise, folder) for finding in findings]
+    results = [_build_sarif_result(finding, ids.index(finding.id), otherwise, folder) for finding in findings]
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
 
 
-def _rule(name: str, example: LocatedFinding) -> dict[str, object]:
+def _build_sarif_rule(name: str, example: LocatedFinding) -> dict[str, object]:
     words = name.replace(".", ": ").replace("_", " ")
     return {
         "id": name,
@@ -39,7 +39,7 @@ def _rule(name: str, example: LocatedFinding) -> dict[str, object]:
     }
 
 
-def _result(finding: LocatedFinding, rule: int, otherwise: str, folder: str) -> dict[str, object]:
+def _build_sarif_result(finding: LocatedFinding, rule: int, otherwise: str, folder: str) -> dict[str, object]:
     inside = bool(finding.line) or "/" in finding.file or "." in finding.file
     file = posixpath.normpath(posixpath.join(folder, finding.file if inside else otherwise))
     place = {

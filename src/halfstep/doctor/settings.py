@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple
 
-from halfstep.precision.names import Claim
+from halfstep.precision.names import PrecisionClaim
 
 Kind = Literal[
     "recipe",
@@ -37,12 +37,12 @@ _LEVELS = {"environment": "environment", "launch": "flag", "code": "code"}
 class WordReading(NamedTuple):
     """A word as the program that reads it understands it."""
 
-    claim: Claim | None
+    claim: PrecisionClaim | None
     means: str
     status: WordStatus = "known"
 
 
-def unknown_word(why: str) -> WordReading:
+def build_unknown_reading(why: str) -> WordReading:
     """Return the reading of a word that the program which reads it does not know."""
     return WordReading(None, f"cannot be read: {why}", "unknown")
 
@@ -63,7 +63,7 @@ class FoundSetting:
     value: object
     means: str
     line: int | None = None
-    claim: Claim | None = None
+    claim: PrecisionClaim | None = None
     """The claim about precision, if any."""
     tool: str = ""
     """The program that reads the setting, where it is another than the kind's own."""
@@ -104,28 +104,32 @@ class FoundSetting:
 
     def __str__(self) -> str:
         if self.kind == "launch":
-            return f"{self.key} {shown(self.value)}" if self.value is not True else self.key
+            return f"{self.key} {format_found_value(self.value)}" if self.value is not True else self.key
         equals = "=" if self.kind in ("environment", "code") else ": "
-        return f"{self.key}{equals}{shown(self.value)}"
+        return f"{self.key}{equals}{format_found_value(self.value)}"
 
     @property
     def json_value(self) -> object:
         """Return the value if JSON has it, else in words."""
-        return self.value if isinstance(self.value, (bool, int, float, str, type(None))) else shown(self.value)
+        return (
+            self.value
+            if isinstance(self.value, (bool, int, float, str, type(None)))
+            else format_found_value(self.value)
+        )
 
 
-def without_alternatives(settings: Sequence[FoundSetting]) -> list[FoundSetting]:
+def remove_ambiguous_claims(settings: Sequence[FoundSetting]) -> list[FoundSetting]:
     """Take the claims from calls of one kind that name different formats: which part of the run has which is not
     known.
     """
     named: dict[str, set[str]] = {}
     for setting in settings:
         if setting.claim:
-            named.setdefault(_call_of(setting), set()).add(setting.claim.meaning)
-    return [replace(s, claim=None) if len(named.get(_call_of(s), ())) > 1 else s for s in settings]
+            named.setdefault(_name_call(setting), set()).add(setting.claim.meaning)
+    return [replace(s, claim=None) if len(named.get(_name_call(s), ())) > 1 else s for s in settings]
 
 
-def _call_of(setting: FoundSetting) -> str:
+def _name_call(setting: FoundSetting) -> str:
     return setting.key.removesuffix("(enabled)")
 
 
@@ -161,19 +165,19 @@ class SettingsFile:
     lines: Mapping[str, int] = field(default_factory=dict)
     text: str = ""
 
-    def setting(self, key: str, value: object, means: str, claim: Claim | None = None) -> FoundSetting:
+    def setting(self, key: str, value: object, means: str, claim: PrecisionClaim | None = None) -> FoundSetting:
         """Return the setting of a key, with its line."""
-        return FoundSetting(self.kind, self.place, printable(key), value, means, self.lines.get(key), claim)
+        return FoundSetting(self.kind, self.place, format_safe_text(key), value, means, self.lines.get(key), claim)
 
 
-def shown(value: object) -> str:
+def format_found_value(value: object) -> str:
     """Return a value as its file would show it, short and safe for a terminal."""
     # 1e-05 is shown as 1e-5, as users write it.
     text = f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
-    return printable(text)
+    return format_safe_text(text)
 
 
-def printable(text: str) -> str:
+def format_safe_text(text: str) -> str:
     """Return text without control characters, shortened to LONGEST_SHOWN."""
     safe = text if text.isprintable() else repr(text)
     return safe if len(safe) <= LONGEST_SHOWN else f"{safe[: LONGEST_SHOWN - 3]}..."

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from halfstep.doctor.located import Edit, box_of
-from halfstep.doctor.settings import FoundSetting, shown
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.doctor.located import Edit, build_located_box
+from halfstep.doctor.settings import FoundSetting, format_found_value
+from halfstep.draw.notebook import PageResult
 from halfstep.finding import Finding
 from halfstep.page import Block, Column, Heading, Items, Page, Pairs, Paragraph, Span, Table
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 
 _KEY_WIDTH = 32
 """The width of the longest variable, which should not be wrapped."""
@@ -97,7 +97,7 @@ class NamedSource:
 
 
 @dataclass(frozen=True)
-class SettingsReport(ShownAsPage):
+class SettingsReport(PageResult):
     """The settings of a recipe, of accelerate, of DeepSpeed and of the environment, compared."""
 
     sources: list[NamedSource]
@@ -108,45 +108,48 @@ class SettingsReport(ShownAsPage):
 
     def page(self) -> Page:
         """Return the page about it."""
-        return settings_page(self)
+        return build_settings_page(self)
 
 
-def settings_page(report: SettingsReport, changed: Sequence[Edit] | None = None) -> Page:
+def build_settings_page(report: SettingsReport, changed: Sequence[Edit] | None = None) -> Page:
     """Return the page of a check with the lines that --fix changed, if it was given; the verdict is last."""
     blocks: list[Block] = [Heading("Sources"), Pairs(tuple((one.kind, one.place) for one in report.sources))]
     blocks.append(Heading("Settings", "" if report.settings else "none of them sets a precision"))
     if report.settings:
-        blocks.append(_settings(report.settings))
-    blocks += map(box_of, report.findings)
+        blocks.append(_build_settings_table(report.settings))
+    blocks += map(build_located_box, report.findings)
     if changed is not None:
-        blocks += _changes(changed)
+        blocks += _build_change_blocks(changed)
     files = ", ".join(one.place for one in report.sources if one.kind != "environment")
-    return Page(f"precision settings of {files}", (*blocks, *_status(report.status)))
+    return Page(f"precision settings of {files}", (*blocks, *_build_status_blocks(report.status)))
 
 
-def _settings(rows: Sequence[FoundSetting]) -> Table:
+def _build_settings_table(rows: Sequence[FoundSetting]) -> Table:
     widest = max(len(row.key) for row in rows)
     key = Column("key", wrap="never" if widest <= _KEY_WIDTH else "fold")
     columns = (Column("source", wrap="never"), key, Column("value", wrap="fold"), Column("means", wrap="fold"))
     sources = (f"{row.kind}:{row.line}" if row.line else row.kind for row in rows)
     return Table(
         columns,
-        tuple((source, row.key, shown(row.value), row.means) for source, row in zip(sources, rows, strict=True)),
+        tuple(
+            (source, row.key, format_found_value(row.value), row.means)
+            for source, row in zip(sources, rows, strict=True)
+        ),
     )
 
 
-def _changes(changes: Sequence[Edit]) -> list[Block]:
+def _build_change_blocks(changes: Sequence[Edit]) -> list[Block]:
     blocks: list[Block] = [Heading("Changes applied", "" if changes else "none: nothing contradicts")]
     for change in changes:
-        lines = f"{shown(change.file)}, line {change.line}\n- {change.before}\n+ {change.after}"
-        blocks.append(Paragraph(in_line(lines), indent=True))
+        lines = f"{format_found_value(change.file)}, line {change.line}\n- {change.before}\n+ {change.after}"
+        blocks.append(Paragraph(escape_to_one_line(lines), indent=True))
     files = dict.fromkeys(change.file for change in changes)
     if files:
-        blocks.append(Paragraph(in_line(f"Files modified: {', '.join(files)}"), indent=True))
+        blocks.append(Paragraph(escape_to_one_line(f"Files modified: {', '.join(files)}"), indent=True))
     return blocks
 
 
-def _status(status: PrecisionStatus) -> tuple[Block, ...]:
+def _build_status_blocks(status: PrecisionStatus) -> tuple[Block, ...]:
     """Return the status check of the radio-map guide: one verdict, and what it rests on."""
     known = {None: "nothing sets a precision", "auto": "the device decides"}
     what = known.get(status.precision, f"everything asks for {status.precision}")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from halfstep.errors import StoreFailed
-from halfstep.numbers import several
-from halfstep.page import Command, Page, Pairs, Paragraph, Span, Text
+from halfstep.numbers import format_counted_noun
+from halfstep.page import Instruction, Page, Pairs, Paragraph, Span, Text
 from halfstep.store.address import StoreAddress, parse_address
 from halfstep.store.failures import NO_RANGES
 from halfstep.store.objects import Store
@@ -53,14 +53,14 @@ class StoreReport:
 
     def page(self) -> Page:
         """Return the page: the verdict, then each result."""
-        rows: list[tuple[str, Text]] = [("reachable", _yes(self.objects is not None))]
+        rows: list[tuple[str, Text]] = [("reachable", _format_yes(self.objects is not None))]
         if self.objects is not None:
             more = " or more" if self.objects >= COUNTED else ""
-            rows[0] = ("reachable", f"yes, {several(self.objects, 'object')}{more} at this address")
+            rows[0] = ("reachable", f"yes, {format_counted_noun(self.objects, 'object')}{more} at this address")
         if self.put_seconds is not None:
             rows.append(("put of 1 MB", f"{1000 * self.put_seconds:,.0f} ms"))
         if self.answers_ranges is not None:
-            rows.append(("ranges answered with 206", _yes(self.answers_ranges)))
+            rows.append(("ranges answered with 206", _format_yes(self.answers_ranges)))
         if self.read_seconds is not None:
             rows.append(("range of 1 MB", f"{1000 * self.read_seconds:,.0f} ms"))
         if self.honours_conditions is not None:
@@ -69,21 +69,24 @@ class StoreReport:
         if self.clock_skew is not None:
             text = f"{self.clock_skew:+.0f} s"
             rows.append(("clock of the store", Span(text, "warn") if abs(self.clock_skew) > SKEW else text))
-        rules: tuple[Command, ...] = ()
+        rules: tuple[Instruction, ...] = ()
         if self.objects is not None and self.address.startswith("s3"):
             rows.append(("unfinished uploads", "not visible to this client, and cost money until a rule removes them:"))
             bucket = parse_address(self.address, "ADDRESS").bucket
-            rules = (Command(f"aws s3api list-multipart-uploads --bucket {bucket}"), Command(_rule(bucket)))
+            rules = (
+                Instruction(f"aws s3api list-multipart-uploads --bucket {bucket}"),
+                Instruction(_format_lifecycle_command(bucket)),
+            )
         verdict = Span("this store can hold checkpoints", "good") if self.problem is None else Span(self.problem, "bad")
         blocks = [Paragraph(verdict), *([Paragraph(f"do: {self.do}", indent=True)] if self.problem else [])]
         return Page(f"store {self.address}", (*blocks, Pairs(tuple(rows), gap=True), *rules))
 
 
-def _yes(is_so: bool) -> Text:
+def _format_yes(is_so: bool) -> Text:
     return "yes" if is_so else Span("no", "bad")
 
 
-def _rule(bucket: str) -> str:
+def _format_lifecycle_command(bucket: str) -> str:
     rule = (
         '{"Rules":[{"ID":"unfinished","Status":"Enabled","Filter":{},'
         '"AbortIncompleteMultipartUpload":{"DaysAfterInitiation":2}}]}'
@@ -98,13 +101,13 @@ def check_store(address: StoreAddress, patience: float = PATIENCE) -> StoreRepor
     try:
         store = Store(address, patience)
         found = replace(found, objects=len(store.list(most=COUNTED)))
-        found = replace(found, put_seconds=_median(lambda: store.put(key, content[:RANGE])))
+        found = replace(found, put_seconds=_measure_median(lambda: store.put(key, content[:RANGE])))
         before = datetime.now(timezone.utc)
         store.put(key, content)
         facts = store.size_and_tag(key)
         if facts is not None:
             found = replace(found, clock_skew=(facts.modified - before).total_seconds())
-            seconds = _median(lambda: store.read(key, RANGE // 2, RANGE, facts.tag))
+            seconds = _measure_median(lambda: store.read(key, RANGE // 2, RANGE, facts.tag))
             found = replace(found, answers_ranges=True, read_seconds=seconds)
         found = replace(found, honours_conditions=store.honors_conditions())
         store.delete(key)  # without the right to remove objects, old checkpoints would stay
@@ -119,7 +122,7 @@ def check_store(address: StoreAddress, patience: float = PATIENCE) -> StoreRepor
                 store.delete(key)
 
 
-def _median(work: Callable[[], object]) -> float:
+def _measure_median(work: Callable[[], object]) -> float:
     times = []
     for _ in range(TIMES):
         began = time.perf_counter()

@@ -21,7 +21,7 @@ _AMD_GPU = Path("/dev/kfd")
 
 
 @dataclass(frozen=True)
-class Board:
+class DriverGpu:
     """A GPU as its driver reports it, whether or not torch sees it."""
 
     name: str
@@ -29,7 +29,7 @@ class Board:
 
 
 @dataclass(frozen=True)
-class Build:
+class TorchBuild:
     """The facts: what torch was built for, and what the machine has."""
 
     torch: str
@@ -41,7 +41,7 @@ class Build:
     """In torch's names: sm_90 is a compiled kernel, compute_90 is PTX that the driver compiles for newer GPUs."""
     driver: Version | None = None
     """The newest CUDA the driver supports; None without a driver, or where it does not report it."""
-    boards: tuple[Board, ...] = field(default=())
+    boards: tuple[DriverGpu, ...] = field(default=())
     hidden: bool = False
     """Whether CUDA_VISIBLE_DEVICES hides every GPU."""
     works: bool = False
@@ -54,61 +54,63 @@ class Build:
             "built for": f"CUDA {_format_version(self.cuda)}" if self.cuda else self.other or "CPUs only",
             "architectures": " ".join(self.architectures),
             "driver runs": f"CUDA {_format_version(self.driver)}" if self.driver else "",
-            "GPUs": ", ".join(_describe_board(board) for board in self.boards),
+            "GPUs": ", ".join(_describe_gpu(board) for board in self.boards),
         }
         return {key: words for key, words in facts.items() if words}
 
 
-def check_build(build: Build) -> list[Finding]:
+def check_build(build: TorchBuild) -> list[Finding]:
     """Return findings on what keeps torch from using a GPU, with the fix; none where all is well."""
     return [
         finding
-        for check in (_cpu_only, _find_hidden_gpus, _find_old_driver, _find_old_cuda, _find_missing_kernels)
+        for check in (_find_cpu_build, _find_hidden_gpus, _find_old_driver, _find_old_cuda, _find_missing_kernels)
         for finding in check(build)
     ]
 
 
-def _cpu_only(build: Build) -> Iterator[Finding]:
+def _find_cpu_build(build: TorchBuild) -> Iterator[Finding]:
     if build.boards and build.cuda is None and not build.other:
-        evidence = f"torch {build.torch} is a CPU build, but there is {_names(build)}: everything runs on the CPU"
-        yield Finding("wheel.cpu_only", "error", evidence, _install(build))
+        evidence = f"torch {build.torch} is a CPU build, but there is {_name_gpus(build)}: everything runs on the CPU"
+        yield Finding("wheel.cpu_only", "error", evidence, _suggest_install(build))
 
 
-def _find_hidden_gpus(build: Build) -> Iterator[Finding]:
+def _find_hidden_gpus(build: TorchBuild) -> Iterator[Finding]:
     if build.boards and build.cuda and build.hidden:
-        evidence = f"CUDA_VISIBLE_DEVICES hides {_names(build)}"
+        evidence = f"CUDA_VISIBLE_DEVICES hides {_name_gpus(build)}"
         yield Finding("wheel.gpu_hidden", "warning", evidence, "unset CUDA_VISIBLE_DEVICES, or name a GPU in it")
 
 
-def _find_old_driver(build: Build) -> Iterator[Finding]:
+def _find_old_driver(build: TorchBuild) -> Iterator[Finding]:
     # CUDA's minor-version compatibility: within one major version a newer toolkit runs on an older driver.
     if build.cuda and build.driver and build.driver[0] < build.cuda[0] and not build.works:
         evidence = (
             f"torch {build.torch} is built for CUDA {_format_version(build.cuda)}, and the driver runs CUDA "
             f"{_format_version(build.driver)} at most: torch finds no GPU"
         )
-        yield Finding("wheel.driver_too_old", "error", evidence, f"install a newer NVIDIA driver; or {_install(build)}")
+        yield Finding(
+            "wheel.driver_too_old", "error", evidence, f"install a newer NVIDIA driver; or {_suggest_install(build)}"
+        )
 
 
-def _find_old_cuda(build: Build) -> Iterator[Finding]:
+def _find_old_cuda(build: TorchBuild) -> Iterator[Finding]:
     if build.cuda and build.cuda < WITH_BF16:
         evidence = f"torch {build.torch} is built for CUDA {_format_version(build.cuda)}, whose libraries have no bf16"
-        yield Finding("wheel.cuda_too_old", "error", evidence, _install(build))
+        yield Finding("wheel.cuda_too_old", "error", evidence, _suggest_install(build))
 
 
-def _find_missing_kernels(build: Build) -> Iterator[Finding]:
+def _find_missing_kernels(build: TorchBuild) -> Iterator[Finding]:
     if not build.cuda or not build.architectures:
         return
     for board in build.boards:
         if board.capability and not has_kernels(board.capability, build.architectures):
             evidence = (
-                f"torch {build.torch} has no kernels for {_describe_board(board)}; it has "
+                f"torch {build.torch} has no kernels for {_describe_gpu(board)}; it has "
                 f"{' '.join(build.architectures)}: the first operation fails with 'no kernel image is available'"
             )
-            yield Finding("wheel.no_kernels", "error", evidence, _install(build))
+            yield Finding("wheel.no_kernels", "error", evidence, _suggest_install(build))
 
 
-def _install(build: Build) -> str:
+def _suggest_install(build: TorchBuild) -> str:
     """Return the command that installs a torch for this driver and every GPU present."""
     oldest = min((board.capability for board in build.boards if board.capability), default=(99, 0))
     # Without a driver version, the newest wheel is assumed to run.
@@ -139,7 +141,7 @@ def has_kernels(capability: Version, architectures: Iterable[str]) -> bool:
     return False
 
 
-def read_build() -> Build:
+def detect_torch_build() -> TorchBuild:
     """Return the build of this torch, and the GPUs the driver reports."""
     import os
 
@@ -149,7 +151,7 @@ def read_build() -> Build:
     driver, boards = _query_nvml() or (None, _read_driver_files())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     parts = (torch.version.cuda or "").split(".")
-    return Build(
+    return TorchBuild(
         torch=torch.__version__,
         cuda=(int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None,
         other=other,
@@ -163,7 +165,7 @@ def read_build() -> Build:
     )
 
 
-def _query_nvml() -> tuple[Version | None, tuple[Board, ...]] | None:
+def _query_nvml() -> tuple[Version | None, tuple[DriverGpu, ...]] | None:
     """Return the driver's CUDA version and GPUs from NVML; None if it is not available."""
     try:
         import pynvml  # type: ignore[import-untyped]
@@ -175,7 +177,7 @@ def _query_nvml() -> tuple[Version | None, tuple[Board, ...]] | None:
     return read_nvml(pynvml)
 
 
-def read_nvml(nvml: Any) -> tuple[Version | None, tuple[Board, ...]]:
+def read_nvml(nvml: Any) -> tuple[Version | None, tuple[DriverGpu, ...]]:
     """Return the driver's CUDA version and its GPUs; None for what NVML does not report."""
 
     def ask(question: Callable[..., Any], *about: Any) -> Any:
@@ -192,29 +194,29 @@ def read_nvml(nvml: Any) -> tuple[Version | None, tuple[Board, ...]]:
             name = ask(nvml.nvmlDeviceGetName, handle) or "an NVIDIA GPU"
             # Older versions of pynvml return bytes.
             text = name.decode() if isinstance(name, bytes) else str(name)
-            found.append(Board(text, tuple(capability) if capability else None))
+            found.append(DriverGpu(text, tuple(capability) if capability else None))
     version = ask(nvml.nvmlSystemGetCudaDriverVersion)
     # NVML encodes 12.8 as 12080.
     return (version // 1000, version % 1000 // 10) if version else None, tuple(found)
 
 
-def _read_driver_files() -> tuple[Board, ...]:
+def _read_driver_files() -> tuple[DriverGpu, ...]:
     """Return GPUs without NVML: from the NVIDIA driver's /proc entries, or the presence of AMD's device file."""
     found = []
     for place in sorted(_NVIDIA_DRIVER.glob("*/information")) if _NVIDIA_DRIVER.is_dir() else ():
         # The file has lines such as "Model:  NVIDIA A100".
         lines = dict(line.partition(":")[::2] for line in place.read_text(errors="replace").splitlines())
-        found.append(Board(lines.get("Model", "").strip() or "an NVIDIA GPU"))
-    return tuple(found) or ((Board("an AMD GPU"),) if _AMD_GPU.exists() else ())
+        found.append(DriverGpu(lines.get("Model", "").strip() or "an NVIDIA GPU"))
+    return tuple(found) or ((DriverGpu("an AMD GPU"),) if _AMD_GPU.exists() else ())
 
 
 def _format_version(version: Version | None) -> str:
     return ".".join(map(str, version or ()))
 
 
-def _describe_board(board: Board) -> str:
+def _describe_gpu(board: DriverGpu) -> str:
     return board.name + (f" (sm_{board.capability[0]}{board.capability[1]})" if board.capability else "")
 
 
-def _names(build: Build) -> str:
-    return ", ".join(_describe_board(board) for board in build.boards)
+def _name_gpus(build: TorchBuild) -> str:
+    return ", ".join(_describe_gpu(board) for board in build.boards)

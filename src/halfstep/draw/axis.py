@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfstep.numbers import scientific
+from halfstep.numbers import format_scientific
 
 LOG_FROM = 50.0
 """The ratio of the largest to the smallest number from which a logarithmic axis is used."""
@@ -36,7 +36,7 @@ class Axis:
         if low == high:
             around = abs(low) or 1.0
             low, high = low - around * 0.5, high + around * 0.5
-        step = _nice((high - low) / 4)
+        step = _round_up_step((high - low) / 4)
         return cls(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, None, step)
 
     @classmethod
@@ -57,7 +57,7 @@ class Axis:
         if self.base:
             low, high = (round(math.log(end, self.base)) for end in (self.low, self.high))
             return [self.base**power for power in range(low, high + 1, math.ceil((high - low + 1) / most))]
-        step = self.step or _nice((self.high - self.low) / (most - 1))
+        step = self.step or _round_up_step((self.high - self.low) / (most - 1))
         step = max(math.ceil(step), 1.0) if whole else step
         first = math.ceil(self.low / step - 1e-9)
         return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
@@ -66,16 +66,16 @@ class Axis:
         """Return a number with as many decimals as its neighbors need."""
         if self.base == 2.0:
             return f"2{str(round(math.log2(value))).translate(_RAISED)}"
-        return tick_text(value, abs(self.high - self.low) if not self.base else None)
+        return format_tick(value, abs(self.high - self.low) if not self.base else None)
 
 
-def _nice(step: float) -> float:
+def _round_up_step(step: float) -> float:
     """Return 1, 2 or 5 times a power of ten, at least `step`."""
     power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= step * 0.999)
 
 
-def tick_text(value: float, span: float | None = None) -> str:
+def format_tick(value: float, span: float | None = None) -> str:
     """Return a number of few characters: 0.25, 1.5k, 2e-4."""
     if value == 0 or (span is not None and abs(value) < span * 1e-9):
         return "0"
@@ -85,4 +85,4 @@ def tick_text(value: float, span: float | None = None) -> str:
             return f"{value / unit:.3g}{letter}"
     if 1e-4 <= size < 1e3:
         return f"{value:.3g}" if span is None or span > size * 1e-2 else f"{value:.5g}"
-    return scientific(value)
+    return format_scientific(value)

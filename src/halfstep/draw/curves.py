@@ -6,59 +6,59 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfstep.draw.series import Points, Series, series_of
+from halfstep.draw.series import Points, RunSeries, collect_series
 from halfstep.draw.svg import write_svg
-from halfstep.page import Curve, Curves, is_drawable, short_number
+from halfstep.page import Curve, Curves, format_short_number, is_drawable
 
 Skips = Sequence[tuple[float, str]]
 Form = Callable[[float], str]
 
 
-def draw_curves(run: Series | Iterable[Mapping[str, Any]], path: Path) -> None:
+def draw_curves(run: RunSeries | Iterable[Mapping[str, Any]], path: Path) -> None:
     """Write the curves of a run as SVG, atomically. Curves of a run without steps say so."""
-    series = run if isinstance(run, Series) else series_of(run)
-    charts = run_curves(series)
+    series = run if isinstance(run, RunSeries) else collect_series(run)
+    charts = build_series_charts(series)
     lost = "no finite loss" if charts[0].is_empty and series.attempt else ""
     write_svg(charts, path, ", ".join(filter(None, [series.title, lost])))
 
 
-def run_curves(series: Series) -> list[Curves]:
+def build_series_charts(series: RunSeries) -> list[Curves]:
     """Return the charts of a run: its loss, its metric, its learning rate, and its loss scale if it has one."""
     of_steps = series.attempt
-    charts = [loss_curves((of_steps, series.loss), series.of_epochs("loss")[1], series.skips)]
+    charts = [build_loss_chart((of_steps, series.loss), series.of_epochs("loss")[1], series.skips)]
     if series.metric not in ("", "loss"):
-        charts.append(metric_curves(series.metric, *series.of_epochs(series.metric)))
-    charts.append(rate_curves((of_steps, series.lr)))
-    if is_scaled(series.loss_scale):
-        charts.append(scale_curves((of_steps, series.loss_scale), series.skips))
+        charts.append(build_metric_chart(series.metric, *series.of_epochs(series.metric)))
+    charts.append(build_learning_rate_chart((of_steps, series.lr)))
+    if has_loss_scale(series.loss_scale):
+        charts.append(build_loss_scale_chart((of_steps, series.loss_scale), series.skips))
     return charts
 
 
-def loss_curves(train: Points, val: Points, skips: Skips, form: Form = short_number) -> Curves:
+def build_loss_chart(train: Points, val: Points, skips: Skips, form: Form = format_short_number) -> Curves:
     """Return the loss of every step, and of every evaluation."""
-    return Curves("Loss", _curve_pair(train, val), y_title="loss", skips=skips, form=form)
+    return Curves("Loss", _build_curve_pair(train, val), y_title="loss", skips=skips, form=form)
 
 
-def metric_curves(name: str, train: Points, val: Points, form: Form = short_number) -> Curves:
+def build_metric_chart(name: str, train: Points, val: Points, form: Form = format_short_number) -> Curves:
     """Return the metric of every epoch."""
-    return Curves(name, _curve_pair(train, val), y_title=name, form=form)
+    return Curves(name, _build_curve_pair(train, val), y_title=name, form=form)
 
 
-def rate_curves(points: Points, form: Form = short_number) -> Curves:
+def build_learning_rate_chart(points: Points, form: Form = format_short_number) -> Curves:
     """Return the learning rate of every step."""
     return Curves("Learning rate", (Curve("each step", *points),), y_title="learning rate", scale="zero", form=form)
 
 
-def scale_curves(points: Points, skips: Skips, form: Form = short_number) -> Curves:
+def build_loss_scale_chart(points: Points, skips: Skips, form: Form = format_short_number) -> Curves:
     """Return the loss scale of every step."""
     curve = Curve("each step", *points)
     return Curves("Loss scale", (curve,), y_title="loss scale", scale="log2", skips=skips, form=form)
 
 
-def is_scaled(loss_scales: Iterable[float]) -> bool:
+def has_loss_scale(loss_scales: Iterable[float]) -> bool:
     """Return whether a run has a loss scale: without one, it is 1 all the way."""
     return any(is_drawable(scale) and scale != 1.0 for scale in loss_scales)
 
 
-def _curve_pair(train: Points, val: Points) -> tuple[Curve, Curve]:
+def _build_curve_pair(train: Points, val: Points) -> tuple[Curve, Curve]:
     return Curve("train", *train), Curve("val", *val, dashed=True, color=1)

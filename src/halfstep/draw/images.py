@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from halfstep.errors import MissingExtra, WrongUse
-from halfstep.files import replacing
+from halfstep.files import replace_file
 
 try:
     from PIL import Image, ImageDraw, ImageFont
@@ -27,12 +27,12 @@ def write_png(path: Path, picture: Array) -> None:
 
     Raise `WrongUse` for another shape or dtype.
     """
-    image = image_of(picture)
-    with replacing(path) as draft:
+    image = build_pillow_image(picture)
+    with replace_file(path) as draft:
         image.save(draft, format="PNG")
 
 
-def image_of(picture: Array) -> Any:
+def build_pillow_image(picture: Array) -> Any:
     """Return a picture as a Pillow image. Raise `WrongUse` for another shape or dtype."""
     layered = picture.ndim == 2 or (picture.ndim == 3 and picture.shape[2] in (3, 4))
     if picture.dtype != np.uint8 or not layered or picture.size == 0:
@@ -50,7 +50,7 @@ DOTS = "…"
 
 
 @functools.cache
-def font(size: int) -> Any:
+def load_builtin_font(size: int) -> Any:
     """Return Pillow's built-in font; a build without FreeType has it in one size, for Latin-1 only."""
     try:
         return ImageFont.load_default(size)
@@ -58,20 +58,22 @@ def font(size: int) -> Any:
         return ImageFont.load_default_imagefont()
 
 
-def width_of(text: str, size: int) -> int:
+def compute_text_width(text: str, size: int) -> int:
     """Return the width of a text in pixels, rounded up."""
-    return -int(-font(size).getlength(_drawable(text, size)) // 1)
+    return -int(-load_builtin_font(size).getlength(_replace_unknown_letters(text, size)) // 1)
 
 
-def shortened(text: str, size: int, width: int) -> str:
+def shorten_to_width(text: str, size: int, width: int) -> str:
     """Return the text where it fits into `width`, otherwise its start and end, which distinguish file names."""
-    if width_of(text, size) <= width:
+    if compute_text_width(text, size) <= width:
         return text
     # Letters differ in width, so the number that fits is searched, not computed.
     fits, most = 0, len(text)  # binary search: `fits` letters fit, `most` do not
     while most - fits > 1:
         middle = (fits + most) // 2
-        fits, most = (middle, most) if width_of(_shorten_text(text, middle), size) <= width else (fits, middle)
+        fits, most = (
+            (middle, most) if compute_text_width(_shorten_text(text, middle), size) <= width else (fits, middle)
+        )
     return _shorten_text(text, fits)
 
 
@@ -80,29 +82,33 @@ def _shorten_text(text: str, kept: int) -> str:
     return f"{text[:first]}{DOTS}{text[len(text) - (kept - first) :]}"
 
 
-def words(text: str, size: int, width: int, color: Color = INK, background: Color = PAPER) -> Array:
+def draw_text_line(text: str, size: int, width: int, color: Color = INK, background: Color = PAPER) -> Array:
     """Draw one line of text, at most `width` wide, as a picture of the text's own width."""
-    line = _drawable(shortened(text, size, width), size)
-    image = Image.new("RGB", (max(1, min(width, width_of(line, size) + 1)), line_height(size)), background)
-    anchor = "lm" if isinstance(font(size), ImageFont.FreeTypeFont) else None
-    ImageDraw.Draw(image).text((0, line_height(size) // 2), line, fill=color, font=font(size), anchor=anchor)
+    line = _replace_unknown_letters(shorten_to_width(text, size, width), size)
+    image = Image.new(
+        "RGB", (max(1, min(width, compute_text_width(line, size) + 1)), compute_line_height(size)), background
+    )
+    anchor = "lm" if isinstance(load_builtin_font(size), ImageFont.FreeTypeFont) else None
+    ImageDraw.Draw(image).text(
+        (0, compute_line_height(size) // 2), line, fill=color, font=load_builtin_font(size), anchor=anchor
+    )
     return np.asarray(image)
 
 
-def line_height(size: int) -> int:
+def compute_line_height(size: int) -> int:
     """Return the height of a line in pixels."""
     return round(size * 1.4)
 
 
-def _drawable(text: str, size: int) -> str:
+def _replace_unknown_letters(text: str, size: int) -> str:
     """Return a line without control characters; the bitmap font replaces unknown letters by question marks."""
     line = "".join(c if c.isprintable() else "?" for c in text)
-    if isinstance(font(size), ImageFont.FreeTypeFont):
+    if isinstance(load_builtin_font(size), ImageFont.FreeTypeFont):
         return line
     return line.encode("latin-1", "replace").decode("latin-1")
 
 
-def grid(rows: Sequence[Sequence[Array]], gap: int = 4, background: int = 255) -> Array:
+def join_picture_grid(rows: Sequence[Sequence[Array]], gap: int = 4, background: int = 255) -> Array:
     """Join pictures in rows and columns, each as large as its largest; gray ones become color.
 
     Raise `WrongUse` for no pictures, or for another shape or dtype.
@@ -135,7 +141,7 @@ def _to_rgb(picture: Array) -> Array:
     return np.repeat(picture[..., None], 3, axis=2) if picture.ndim == 2 else picture
 
 
-def enlarged(picture: Array, least: int = 128) -> Array:
+def enlarge_picture(picture: Array, least: int = 128) -> Array:
     """Repeat pixels so that the picture is at least `least` high."""
     times = max(1, -(-least // picture.shape[0]))
     return picture.repeat(times, axis=0).repeat(times, axis=1)
@@ -150,7 +156,7 @@ def write_gif(path: Path, pictures: Sequence[Array], milliseconds: int = 150) ->
 
     Raise `WrongUse` for no pictures, different sizes, or a duration outside the limits.
     """
-    images = [image_of(picture).convert("RGB") for picture in pictures]
+    images = [build_pillow_image(picture).convert("RGB") for picture in pictures]
     if not images or len({image.size for image in images}) > 1:
         sizes = sorted({image.size for image in images})
         raise WrongUse(
@@ -164,7 +170,7 @@ def write_gif(path: Path, pictures: Sequence[Array], milliseconds: int = 150) ->
             allowed=f"{SHORTEST} to {LONGEST}",
             do="write 150",
         )
-    with replacing(path) as draft:
+    with replace_file(path) as draft:
         images[0].save(
             draft, format="GIF", save_all=True, append_images=images[1:], duration=milliseconds, loop=0, optimize=False
         )

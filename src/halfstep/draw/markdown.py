@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfstep.draw.svg import write_svg
-from halfstep.draw.thinning import thin
+from halfstep.draw.thinning import thin_curve_points
 from halfstep.files import write_text
 from halfstep.page import (
     Block,
     Box,
     Charts,
     Code,
-    Command,
     Curves,
     Details,
     Heading,
+    Instruction,
     Items,
     Page,
     Pairs,
@@ -28,10 +28,10 @@ from halfstep.page import (
     Span,
     Table,
     Text,
-    plain,
-    spans_of,
+    convert_to_spans,
+    strip_styles,
 )  # fmt: skip
-from halfstep.printable import in_line, printable
+from halfstep.printable import escape_to_one_line, escape_unprintable
 
 _SPECIAL = frozenset("\\`*_{}[]<>#|!~&$@")
 """Characters that Markdown, or GitHub's form of it, may take for markup, a mention or a formula."""
@@ -39,31 +39,31 @@ _BACKTICKS = re.compile("`+")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def markdown(page: Page, chart_files: Sequence[str] = ()) -> str:
+def render_markdown(page: Page, chart_files: Sequence[str] = ()) -> str:
     """Return a page as Markdown. Block n of its charts links to file n; without a file, curves are lines of blocks."""
-    return "\n\n".join([f"## {escaped(page.title)}", *_Writer(chart_files).blocks(page.blocks)]) + "\n"
+    return "\n\n".join([f"## {escape_markdown(page.title)}", *_MarkdownWriter(chart_files).blocks(page.blocks)]) + "\n"
 
 
 def write_markdown(page: Page, path: Path) -> list[Path]:
     """Write a page as Markdown, with its charts as SVG files next to it; return the paths written."""
-    groups = list(_charts_in(page.blocks))
+    groups = list(_iterate_charts(page.blocks))
     files = [
         path.with_suffix(".svg") if n == 0 else path.with_name(f"{path.stem}-{n + 1}.svg") for n in range(len(groups))
     ]
-    write_text(path, markdown(page, [file.name for file in files]))
+    write_text(path, render_markdown(page, [file.name for file in files]))
     for group, file in zip(groups, files, strict=True):
         write_svg(group.charts, file)
     return [path, *files]
 
 
-def escaped(value: object) -> str:
+def escape_markdown(value: object) -> str:
     """Return data as Markdown shows it literally, on one line."""
-    return "".join(f"\\{c}" if c in _SPECIAL else c for c in in_line(value)).replace("://", ":\u200b//")
+    return "".join(f"\\{c}" if c in _SPECIAL else c for c in escape_to_one_line(value)).replace("://", ":\u200b//")
 
 
-def sparkline(values: Sequence[float], width: int = 32) -> str:
+def draw_sparkline(values: Sequence[float], width: int = 32) -> str:
     """Return a curve as a line of blocks; empty if it has no two finite numbers."""
-    _, y = thin(range(len(values)), values, width // 2)
+    _, y = thin_curve_points(range(len(values)), values, width // 2)
     y = [y[n * (len(y) - 1) // (width - 1)] for n in range(width)] if len(y) > width else y
     if len(y) < 2:
         return ""
@@ -71,39 +71,39 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     return "".join(_BLOCKS[int((value - low) / span * (len(_BLOCKS) - 1))] for value in y)
 
 
-def _charts_in(blocks: Sequence[Block]) -> Iterator[Charts]:
+def _iterate_charts(blocks: Sequence[Block]) -> Iterator[Charts]:
     for block in blocks:
         if isinstance(block, Charts):
             yield block
         elif isinstance(block, Box | Details):
-            yield from _charts_in(block.blocks)
+            yield from _iterate_charts(block.blocks)
         elif isinstance(block, SideBySide):
             for part in block.parts:
-                yield from _charts_in(part)
+                yield from _iterate_charts(part)
 
 
-def _text(text: Text) -> str:
-    return "".join(map(_span, spans_of(text)))
+def _render_markdown_text(text: Text) -> str:
+    return "".join(map(_render_markdown_span, convert_to_spans(text)))
 
 
-def _span(span: Span) -> str:
+def _render_markdown_span(span: Span) -> str:
     if span.style == "code":
-        return _code(span.text)
-    shown = escaped(span.text)
+        return _render_markdown_code(span.text)
+    shown = escape_markdown(span.text)
     return f"**{shown}**" if span.strong and shown.strip() == shown and shown else shown
 
 
-def _lines(span: Span) -> str:
+def _render_span_lines(span: Span) -> str:
     """Return a span with its line breaks."""
-    return "  \n".join(_span(replace(span, text=line.strip("\r"))) for line in span.text.split("\n"))
+    return "  \n".join(_render_markdown_span(replace(span, text=line.strip("\r"))) for line in span.text.split("\n"))
 
 
-def _code(text: str) -> str:
+def _render_markdown_code(text: str) -> str:
     """Return a command in backticks; with characters that end them or that HTML takes for a tag, as escaped text."""
-    return escaped(text) if set("`<>|") & set(text) else f"`{in_line(text)}`"
+    return escape_markdown(text) if set("`<>|") & set(text) else f"`{escape_to_one_line(text)}`"
 
 
-class _Writer:
+class _MarkdownWriter:
     """Blocks of one page, whose charts link to files in their order."""
 
     def __init__(self, chart_files: Sequence[str]) -> None:
@@ -116,29 +116,31 @@ class _Writer:
     def block(self, block: Block) -> str:
         match block:
             case Heading():
-                aside = f": {escaped(block.aside)}" if block.aside else ""
-                return f"{'#' * (block.level + 1)} {escaped(block.text)}{aside}"
+                aside = f": {escape_markdown(block.aside)}" if block.aside else ""
+                return f"{'#' * (block.level + 1)} {escape_markdown(block.text)}{aside}"
             case Paragraph():
-                return "".join(_lines(span) for span in spans_of(block.text))
+                return "".join(_render_span_lines(span) for span in convert_to_spans(block.text))
             case Items():
-                return "\n".join(f"- {_text(row)}" for row in block.rows)
+                return "\n".join(f"- {_render_markdown_text(row)}" for row in block.rows)
             case Code():
                 fence = "`" * max(3, 1 + max(map(len, _BACKTICKS.findall(block.text)), default=0))
-                return f"{fence}{block.language}\n{printable(block.text).rstrip()}\n{fence}"
-            case Command():
-                typed = _lines(Span(block.text)) if block.is_prose else _code(block.text)
-                return f"{escaped(block.lead.strip(' $'))} {typed}".strip()
+                return f"{fence}{block.language}\n{escape_unprintable(block.text).rstrip()}\n{fence}"
+            case Instruction():
+                typed = _render_span_lines(Span(block.text)) if block.is_prose else _render_markdown_code(block.text)
+                return f"{escape_markdown(block.lead.strip(' $'))} {typed}".strip()
             case Pairs():
-                return _table(["", ""], [[escaped(name), _text(value)] for name, value in block.rows])
+                return _render_markdown_table(
+                    ["", ""], [[escape_markdown(name), _render_markdown_text(value)] for name, value in block.rows]
+                )
             case Table():
-                heads = [escaped(column.title) for column in block.columns]
-                rows = [[_text(cell) for cell in row] for row in block.rows if row]
-                return _table(heads, rows, [column.align for column in block.columns])
+                heads = [escape_markdown(column.title) for column in block.columns]
+                rows = [[_render_markdown_text(cell) for cell in row] for row in block.rows if row]
+                return _render_markdown_table(heads, rows, [column.align for column in block.columns])
             case Box():
-                return "\n\n".join([f"**{escaped(plain(block.title))}**", *self.blocks(block.blocks)])
+                return "\n\n".join([f"**{escape_markdown(strip_styles(block.title))}**", *self.blocks(block.blocks)])
             case Details():
                 inside = "\n\n".join(self.blocks(block.blocks))
-                return f"<details><summary>{escaped(block.summary)}</summary>\n\n{inside}\n\n</details>"
+                return f"<details><summary>{escape_markdown(block.summary)}</summary>\n\n{inside}\n\n</details>"
             case SideBySide():
                 return "\n\n".join(text for part in block.parts for text in self.blocks(part))
             case Pictures():
@@ -149,13 +151,13 @@ class _Writer:
     def _charts(self, block: Charts) -> str:
         file = next(self._files, None)
         if file is not None:
-            return f"![{escaped(', '.join(chart.title for chart in block.charts))}]({file.replace(' ', '%20')})"
+            return f"![{escape_markdown(', '.join(chart.title for chart in block.charts))}]({file.replace(' ', '%20')})"
         curves = [chart for chart in block.charts if isinstance(chart, Curves)]
-        lines = [(chart.title, sparkline(chart.curves[0].y)) for chart in curves if chart.curves]
-        return "  \n".join(f"{escaped(title)}: {line}" for title, line in lines if line)
+        lines = [(chart.title, draw_sparkline(chart.curves[0].y)) for chart in curves if chart.curves]
+        return "  \n".join(f"{escape_markdown(title)}: {line}" for title, line in lines if line)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], aligns: Sequence[str] = ()) -> str:
+def _render_markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], aligns: Sequence[str] = ()) -> str:
     sides = ["---:" if align == "right" else "---" for align in aligns] or ["---"] * len(heads)
     lines = [f"| {' | '.join(heads)} |", f"|{'|'.join(sides)}|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from halfstep.page import Page
 
 
-class ShownAsPage:
+class PageResult:
     """A result with a page: HTML as the value of a notebook's cell, plain text for `print` and terminals."""
 
     def page(self) -> Page:
@@ -13,21 +13,21 @@ class ShownAsPage:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        from halfstep.draw.terminal import text_of
+        from halfstep.draw.terminal import render_plain_text
 
-        return text_of(self.page())
+        return render_plain_text(self.page())
 
     def _repr_html_(self) -> str:
-        from halfstep.draw.html import html_fragment
+        from halfstep.draw.html import render_html_fragment
 
-        return html_fragment(self.page())
+        return render_html_fragment(self.page())
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return mimebundle(self.page(), str(self))
+        return build_mimebundle(self.page(), str(self))
 
 
-def mimebundle(page: Page, text: str) -> dict[str, str]:
+def build_mimebundle(page: Page, text: str) -> dict[str, str]:
     """Return the HTML of a page, and its text, which a terminal's IPython shows instead of the dataclass."""
-    from halfstep.draw.html import html_fragment
+    from halfstep.draw.html import render_html_fragment
 
-    return {"text/html": html_fragment(page), "text/plain": text}
+    return {"text/html": render_html_fragment(page), "text/plain": text}

@@ -13,7 +13,7 @@ Points = tuple[Sequence[float], Sequence[float]]
 """The attempts of a curve, and its numbers."""
 
 
-class Series:
+class RunSeries:
     """The numbers of all curves, in eight bytes each, for runs of any length."""
 
     def __init__(self) -> None:
@@ -52,9 +52,9 @@ class Series:
         return (self.epoch_at, train), (self.epoch_at, val)
 
 
-def series_of(events: Iterable[Mapping[str, Any]]) -> Series:
+def collect_series(events: Iterable[Mapping[str, Any]]) -> RunSeries:
     """Return the series of a sequence of events."""
-    series = Series()
+    series = RunSeries()
     for event in events:
         series.add(event)
     return series

@@ -20,9 +20,9 @@ from halfstep.page import (
     Charts,
     Code,
     Column,
-    Command,
     Details,
     Heading,
+    Instruction,
     Items,
     Page,
     Pairs,
@@ -31,11 +31,11 @@ from halfstep.page import (
     Span,
     Table,
     Text,
-    plain,
-    spans_of,
+    convert_to_spans,
+    strip_styles,
 )  # fmt: skip
-from halfstep.printable import printable
-from halfstep.terminal import screen
+from halfstep.printable import escape_unprintable
+from halfstep.terminal import create_console
 
 _COLORS = {"": "", "dim": "dim", "code": "", "note": "cyan", "good": "green", "warn": "yellow", "bad": "red"}
 _WIDE = 100
@@ -52,66 +52,68 @@ _MARKS = {"✅": "OK:", "❌": "NO:"}
 
 def show_page(page: Page, console: Console | None = None) -> None:
     """Print a page, without its title, on standard output or on the console given."""
-    _show(console or screen(), page.blocks, 0)
+    _show_blocks(console or create_console(), page.blocks, 0)
 
 
-def text_of(page: Page, width: int = 80) -> str:
+def render_plain_text(page: Page, width: int = 80) -> str:
     """Return a page as plain text."""
     file = io.StringIO()
-    show_page(page, screen(file=file, width=width, force_terminal=False, force_jupyter=False))
+    show_page(page, create_console(file=file, width=width, force_terminal=False, force_jupyter=False))
     return file.getvalue().strip("\n")
 
 
-def rich_text(text: Text) -> RichText:
+def build_rich_text(text: Text) -> RichText:
     """Return text with rich's styles."""
     found = RichText()
-    for span in spans_of(text):
-        found.append(printable(span.text), style=f"{'bold ' if span.strong else ''}{_COLORS[span.style]}".strip())
+    for span in convert_to_spans(text):
+        found.append(
+            escape_unprintable(span.text), style=f"{'bold ' if span.strong else ''}{_COLORS[span.style]}".strip()
+        )
     return found
 
 
-def _show(console: Console, blocks: Sequence[Block], indent: int) -> None:
+def _show_blocks(console: Console, blocks: Sequence[Block], indent: int) -> None:
     for block in blocks:
         _show_block(console, block, indent)
 
 
 def _show_block(console: Console, block: Block, indent: int) -> None:
-    spaced = Paragraph | Items | Command | Pairs | Table
+    spaced = Paragraph | Items | Instruction | Pairs | Table
     if isinstance(block, Heading | Box) or (isinstance(block, spaced) and block.gap):
         console.print()
     match block:
         case Heading():
             aside = (Span(f"  {block.aside}", "dim"),) if block.aside else ()
-            _print(console, rich_text((Span(block.text, strong=True), *aside)), indent)
+            _print_indented(console, build_rich_text((Span(block.text, strong=True), *aside)), indent)
         case Paragraph():
-            _print(console, rich_text(block.text), _INDENT if block.indent else indent, wrap=block.wrap)
+            _print_indented(console, build_rich_text(block.text), _INDENT if block.indent else indent, wrap=block.wrap)
         case Items():
             _show_items(console, block, indent or block.indent)
         case Code():
-            _print(console, RichText(block.text), indent, wrap=False)
-        case Command():
-            text = rich_text(Span(f"{block.lead}{block.text}", strong=not block.is_prose))
-            _print(console, text, indent, wrap=block.is_prose)
+            _print_indented(console, RichText(block.text), indent, wrap=False)
+        case Instruction():
+            text = build_rich_text(Span(f"{block.lead}{block.text}", strong=not block.is_prose))
+            _print_indented(console, text, indent, wrap=block.is_prose)
         case Pairs():
             wrap: Literal["fold", "words"] = "fold" if block.widest else "words"
             columns = (Column(wrap=wrap, widest=block.widest), Column(wrap=wrap))
             pairs = Table(columns, tuple((Span(name, "dim"), value) for name, value in block.rows))
-            _print(console, _grid(pairs), indent or _INDENT)
+            _print_indented(console, _build_plain_grid(pairs), indent or _INDENT)
         case Table():
             _show_table(console, block, indent)
         case Box():
             # A title may hold a path to copy: it is not wrapped.
-            _print(console, rich_text(block.title), indent, wrap=False)
-            _show(console, block.blocks, indent + _INDENT)
+            _print_indented(console, build_rich_text(block.title), indent, wrap=False)
+            _show_blocks(console, block.blocks, indent + _INDENT)
         case Details():
-            _show(console, (Heading(block.summary), *block.blocks), indent)
+            _show_blocks(console, (Heading(block.summary), *block.blocks), indent)
         case SideBySide():
-            _show(console, [inner for part in block.parts for inner in part], indent)
+            _show_blocks(console, [inner for part in block.parts for inner in part], indent)
         case Charts():
             _show_bars(console, block, indent or _INDENT)
 
 
-def _print(console: Console, content: RenderableType, indent: int, *, wrap: bool = True) -> None:
+def _print_indented(console: Console, content: RenderableType, indent: int, *, wrap: bool = True) -> None:
     if isinstance(content, RichText) and console.options.ascii_only:
         for mark, words in _MARKS.items():
             content = RichText(words).join(content.split(mark)) if mark in content.plain else content
@@ -128,38 +130,42 @@ def _show_items(console: Console, items: Items, indent: int) -> None:
     if items.dashes:
         dashes = RichTable.grid(padding=(0, 1))
         for row in items.rows:
-            dashes.add_row("-", rich_text(row))
-        _print(console, dashes, indent)
+            dashes.add_row("-", build_rich_text(row))
+        _print_indented(console, dashes, indent)
         return
     for row in items.rows:
-        _print(console, rich_text(row), indent, wrap=items.wrap)
+        _print_indented(console, build_rich_text(row), indent, wrap=items.wrap)
 
 
 def _show_table(console: Console, table: Table, indent: int) -> None:
     has_titles = any(column.title for column in table.columns)
     indent = table.indent if table.indent is not None else indent or (0 if has_titles else _INDENT)
     if not has_titles:
-        _print(console, _grid(table), indent)
+        _print_indented(console, _build_plain_grid(table), indent)
         return
     shown = {"always", "wide"} if console.width >= _WIDE else {"always"}
     places = [n for n, column in enumerate(table.columns) if column.terminal in shown]
-    left_out = _columns_without_room(table, places, console.width - indent)
-    _print(console, _add_rule(console, table, [place for place in places if place not in left_out]), indent)
+    left_out = _choose_dropped_columns(table, places, console.width - indent)
+    _print_indented(
+        console, _build_ruled_table(console, table, [place for place in places if place not in left_out]), indent
+    )
     if left_out:
         names = ", ".join(table.columns[place].title for place in sorted(left_out))
-        _print(console, RichText(f"no room for {names} in this terminal: --json has all"), indent, wrap=False)
+        _print_indented(console, RichText(f"no room for {names} in this terminal: --json has all"), indent, wrap=False)
     second = [n for n, column in enumerate(table.columns) if column.terminal == "second"]
     if second:
         _show_block(console, Heading("More"), indent)
-        _print(console, _add_rule(console, table, [places[0], *second]), indent)
+        _print_indented(console, _build_ruled_table(console, table, [places[0], *second]), indent)
 
 
-def _columns_without_room(table: Table, places: Sequence[int], width: int) -> list[int]:
+def _choose_dropped_columns(table: Table, places: Sequence[int], width: int) -> list[int]:
     """Return the columns to leave out so that the others fit."""
     lengths = {}
     for place in places:
         column = table.columns[place]
-        longest = max(cell_len(plain(text)) for text in (column.title, *(row[place] for row in table.rows if row)))
+        longest = max(
+            cell_len(strip_styles(text)) for text in (column.title, *(row[place] for row in table.rows if row))
+        )
         lengths[place] = _GAP + (min(longest, _SHORTEST) if column.wrap == "cut" else longest)
     left_out: list[int] = []
     for place in sorted(places, key=lambda place: table.columns[place].left_out):
@@ -169,20 +175,20 @@ def _columns_without_room(table: Table, places: Sequence[int], width: int) -> li
     return left_out
 
 
-def _add_rule(console: Console, table: Table, places: Sequence[int]) -> RichTable:
+def _build_ruled_table(console: Console, table: Table, places: Sequence[int]) -> RichTable:
     """Return these columns with a line below their titles; without it where the output is no terminal."""
     found = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else None, show_edge=False)
-    _fill(found, table, places)
+    _fill_rich_table(found, table, places)
     return found
 
 
-def _grid(table: Table) -> RichTable:
+def _build_plain_grid(table: Table) -> RichTable:
     found = RichTable.grid(padding=(0, 2))
-    _fill(found, table, range(len(table.columns)))
+    _fill_rich_table(found, table, range(len(table.columns)))
     return found
 
 
-def _fill(found: RichTable, table: Table, places: Sequence[int]) -> None:
+def _fill_rich_table(found: RichTable, table: Table, places: Sequence[int]) -> None:
     for place in places:
         column = table.columns[place]
         found.add_column(
@@ -194,13 +200,13 @@ def _fill(found: RichTable, table: Table, places: Sequence[int]) -> None:
         )
     for row in table.rows:
         if row:
-            found.add_row(*(_cell(row[place], table.columns[place]) for place in places))
+            found.add_row(*(_build_table_cell(row[place], table.columns[place]) for place in places))
         else:
             found.add_section()
 
 
-def _cell(text: Text, column: Column) -> RichText:
-    cell = rich_text(text)
+def _build_table_cell(text: Text, column: Column) -> RichText:
+    cell = build_rich_text(text)
     if column.wrap == "cut":
         cell.no_wrap, cell.overflow = True, "ellipsis"
     return cell
@@ -214,4 +220,4 @@ def _show_bars(console: Console, block: Charts, indent: int) -> None:
                 (bar.name, bar.words, Span("#" * round(bar.length / most * _BAR), "note")) for bar in chart.bars
             )
             columns = (Column(wrap="never"), Column(align="right", wrap="never"), Column(wrap="never"))
-            _print(console, _grid(Table(columns, rows)), indent)
+            _print_indented(console, _build_plain_grid(Table(columns, rows)), indent)

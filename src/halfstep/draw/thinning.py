@@ -13,21 +13,21 @@ BUCKETS = 200
 MOST_POINTS = 2 * BUCKETS + 2
 
 
-class Point(NamedTuple):
+class AttemptPoint(NamedTuple):
     """A number, and the attempt that it belongs to."""
 
     attempt: int
     value: float
 
 
-class Spans(NamedTuple):
+class AttemptSpans(NamedTuple):
     """The attempts of a run from the first to the last, divided in spans of equal length."""
 
     first: int
     width: int
 
     @classmethod
-    def of(cls, first: int, last: int, most: int = BUCKETS) -> Spans:
+    def of(cls, first: int, last: int, most: int = BUCKETS) -> AttemptSpans:
         """Return at most `most` spans of equal length, from one attempt to another."""
         return cls(first, max(1, -(-(last - first + 1) // most)))
 
@@ -40,13 +40,13 @@ class Spans(NamedTuple):
         return self.first + self.bucket(attempt) * self.width
 
 
-class Thinned:
+class ThinnedCurve:
     """A curve over attempts, at most `MOST_POINTS` of it: the extremes of every span, the first and the last point.
 
     Points are added from the last attempt to the first. Numbers that are not finite are counted, and are no points.
     """
 
-    def __init__(self, axis: Spans) -> None:
+    def __init__(self, axis: AttemptSpans) -> None:
         self.axis = axis
         self.count = 0
         self.not_finite = 0
@@ -86,20 +86,20 @@ class Thinned:
         self.count += len(finite) - len(indices)
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[AttemptPoint]:
         """Return the points that were kept, in the order of their attempts."""
         kept = {point for both in self._extremes.values() for point in both}
         kept |= {point for point in (self._first, self._last) if point is not None}
-        return [Point(*point) for point in sorted(kept)]
+        return [AttemptPoint(*point) for point in sorted(kept)]
 
 
-def thin(x: Sequence[float], y: Sequence[float], most: int) -> tuple[list[float], list[float]]:
+def thin_curve_points(x: Sequence[float], y: Sequence[float], most: int) -> tuple[list[float], list[float]]:
     """Return the points that a chart can draw; of more than `2 * most`, the extremes of `most` spans and both ends."""
     # Steps with a non-finite loss are marked as skipped; a gap for each would hide the points between them.
     points = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if is_drawable(b)]
     if len(points) > 2 * most:
         values = [value for _, value in points]
-        kept = Thinned(Spans.of(0, len(points) - 1, most))
+        kept = ThinnedCurve(AttemptSpans.of(0, len(points) - 1, most))
         width = kept.axis.width
         for begin in reversed(range(0, len(points), width)):
             indices = range(begin, min(begin + width, len(points)))[::-1]

@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from halfstep.errors import Diverged, check_same_keys, unknown_name
-from halfstep.guard.alarms.spike import DIVERGENCE, NEW_LEVEL, REFUSED, RISEN, Notice, Spike
+from halfstep.errors import Diverged, build_unknown_name_error, check_same_keys
+from halfstep.guard.alarms.spike import DIVERGENCE, NEW_LEVEL, REFUSED, RISEN, Notice, SpikeGuard
 from halfstep.guard.diagnosis.diagnoser import Diagnoser
-from halfstep.guard.repair.advice import give_up_error
+from halfstep.guard.repair.advice import build_give_up_error
 from halfstep.guard.repair.remedies import Remedies, RemedyApplier
 from halfstep.guard.repair.snapshot import RollbackSnapshot
-from halfstep.guard.streak import FALLS, Limits, ScaleCollapse, Skips, Streak
-from halfstep.guard.verdict import FailedStep, GuardEvent, History, Kind, Level, warn
-from halfstep.step.report import StepReport, refused_by
+from halfstep.guard.streak import FALLS, Limits, OverflowCounter, SkipCounter, Streak
+from halfstep.guard.verdict import FailedStep, GuardEvent, Kind, Level, StepHistory, warn_of_event
+from halfstep.step.report import StepReport, parse_guard_name
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
 
@@ -51,7 +51,7 @@ class Guardian:
         *,
         mode: Mode = "watch",
         limits: Limits = Limits(),  # noqa: B008 (frozen)
-        tell: Callable[[GuardEvent], None] = warn,
+        tell: Callable[[GuardEvent], None] = warn_of_event,
         record: Callable[[FailedStep], None] | None = None,
         meters: Meters | None = None,
     ) -> None:
@@ -69,20 +69,20 @@ class Guardian:
             UnknownName: The mode is unknown.
         """
         if mode not in ("watch", "repair"):
-            raise unknown_name("guard mode", mode, ("watch", "repair"))
+            raise build_unknown_name_error("guard mode", mode, ("watch", "repair"))
         self.stepper, self.mode, self.limits = stepper, mode, limits
         # It names the operation, and repairs it or ends the run: more than a refusal by the start check.
         stepper.handles_non_finite = True
         self._tell, self._meters = tell, meters
-        watching = next((g for g in stepper.guards if isinstance(g, Spike)), None)
-        self._spike = Spike() if watching is None or limits.spikes == "off" else watching
+        watching = next((g for g in stepper.guards if isinstance(g, SpikeGuard)), None)
+        self._spike = SpikeGuard() if watching is None or limits.spikes == "off" else watching
         self._spike.refuses = limits.spikes == "refuse"
         # Last, so that a copy is only made of a step that has passed every other guard. An earlier guardian is
         # replaced.
-        others = [g for g in stepper.guards if not isinstance(g, (Spike, Guardian))]
+        others = [g for g in stepper.guards if not isinstance(g, (SpikeGuard, Guardian))]
         stepper.guards[:] = [*others, *([] if limits.spikes == "off" else [self._spike]), self]
-        self._skips = Skips(limits.skips_in_a_row, limits.skip_share)
-        self._collapse = ScaleCollapse()
+        self._skips = SkipCounter(limits.skips_in_a_row, limits.skip_share)
+        self._collapse = OverflowCounter()
         self._streaks: dict[str, Streak] = {}
         """The current streaks, by the names of the optimizers whose steps were skipped."""
         self._applier, self._snapshot = RemedyApplier(stepper, limits.islands), RollbackSnapshot(stepper)
@@ -164,7 +164,7 @@ class Guardian:
                 self._emit("alarm", LEVELS[finding.severity], str(finding), dict(finding.as_dict()))
         if report.applied:
             self._applied(report)
-        elif report.reason == REFUSED or (guard := refused_by(report.reason)) is None:
+        elif report.reason == REFUSED or (guard := parse_guard_name(report.reason)) is None:
             self._skipped(report, again)
         else:
             self._count_refusal(report, guard)
@@ -285,13 +285,13 @@ class Guardian:
 
     def _start_afresh(self) -> None:
         self._skips.forgive()
-        self._collapse, self._streaks = ScaleCollapse(), {}
+        self._collapse, self._streaks = OverflowCounter(), {}
 
     def _give_up(self, alarm: str, report: StepReport, streak: Streak) -> Diverged:
         """Return the error that ends the run; if the weights are the cause and a copy exists, restore it first."""
         step = self._snapshot.restore() if streak.blames_weights else None
         rates = self.history().rates
-        error = give_up_error(alarm, streak, mode=self.mode, rates=rates, back_at=step, limits=self.limits)
+        error = build_give_up_error(alarm, streak, mode=self.mode, rates=rates, back_at=step, limits=self.limits)
         error.report = report
         self._emit("alarm", "error", error.given, {"attempt": report.attempt, "do": error.do})
         return error
@@ -308,7 +308,7 @@ class Guardian:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def history(self) -> History:
+    def history(self) -> StepHistory:
         """Return the losses, gradient norms and learning rates of the last applied steps."""
         return self._diagnoser.history()
 
@@ -336,10 +336,10 @@ class Guardian:
         """Raise an error for a state that `load_state_dict` could not use; nothing is changed."""
         check_same_keys("a Guardian's state", self.state_dict(), state)
         Remedies.from_dict(state["remedies"])
-        Spike().load_state_dict(state["spike"])
-        Skips(1, 1.0).load_state_dict(state["skips"])
-        ScaleCollapse().load_state_dict(state["collapse"])
-        _streaks(state["streaks"])
+        SpikeGuard().load_state_dict(state["spike"])
+        SkipCounter(1, 1.0).load_state_dict(state["skips"])
+        OverflowCounter().load_state_dict(state["collapse"])
+        _parse_streaks(state["streaks"])
         self._diagnoser.check_state(state["diagnoser"])
         int(state["applied_since_failure"]), int(state["rollbacks"])
 
@@ -349,7 +349,7 @@ class Guardian:
         self._spike.load_state_dict(state["spike"])
         self._skips.load_state_dict(state["skips"])
         self._collapse.load_state_dict(state["collapse"])
-        self._streaks = _streaks(state["streaks"])
+        self._streaks = _parse_streaks(state["streaks"])
         self._diagnoser.load_state_dict(state["diagnoser"])
         self._applied_since_failure, self._rollbacks = int(state["applied_since_failure"]), int(state["rollbacks"])
 
@@ -366,5 +366,5 @@ def _describe_notice(notice: Notice) -> str:
     return f"spike: {notice.text}"
 
 
-def _streaks(plain: Mapping[str, Any]) -> dict[str, Streak]:
+def _parse_streaks(plain: Mapping[str, Any]) -> dict[str, Streak]:
     return {str(names): Streak.from_dict(streak) for names, streak in plain.items()}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from halfstep.errors import WrongUse, unknown_name
+from halfstep.errors import WrongUse, build_unknown_name_error
 from halfstep.formats import FP32
 from halfstep.guard.verdict import CODE, DATA, DIVERGENCE, NOT_REPRODUCIBLE, PRECISION, STATE, WARM_UP, Verdict
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, StepReport
@@ -64,7 +64,7 @@ def _check_spikes(spikes: object) -> None:
             do=f'Limits(spikes="{"refuse" if spikes else "off"}")',
         )
     if spikes not in get_args(Spikes):
-        raise unknown_name("spikes", spikes, get_args(Spikes))
+        raise build_unknown_name_error("spikes", spikes, get_args(Spikes))
 
 
 @dataclass
@@ -129,7 +129,7 @@ LAST = 100
 """The attempts over which the share is taken; missing ones at the start count as good."""
 
 
-class Skips:
+class SkipCounter:
     """A counter of skips that have no normal explanation."""
 
     def __init__(self, in_a_row: int, share: float) -> None:
@@ -198,7 +198,7 @@ FALLS = 3
 """The falls in a row after which it is worth checking whether a lower scale will help."""
 
 
-class ScaleCollapse:
+class OverflowCounter:
     """A counter of overflows of each optimizer since its last applied step."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.page import Block, Items, Page, Paragraph, Span, Text
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs
@@ -61,7 +61,7 @@ class Culprit:
         return cls(**{**plain, "kinds": tuple(plain["kinds"])})
 
 
-def place_of(culprit: Culprit | None) -> tuple[object, ...] | None:
+def locate_culprit(culprit: Culprit | None) -> tuple[object, ...] | None:
     """Return the location fields of an origin; two reruns with equal ones failed in the same place."""
     if culprit is None:
         return None
@@ -80,7 +80,7 @@ class ProposedRemedy:
 
 
 @dataclass(frozen=True)
-class Verdict(ShownAsPage):
+class Verdict(PageResult):
     """The cause of a failed step, its origin, the evidence and possible remedies."""
 
     cause: Cause
@@ -147,14 +147,14 @@ class GuardEvent:
         return asdict(self)
 
 
-def warn(event: GuardEvent) -> None:
+def warn_of_event(event: GuardEvent) -> None:
     """Emit an event as a Python warning, unless it is only information; used if there is no other listener."""
     if event.level != "info":
         warn_user(event.text)
 
 
 @dataclass(frozen=True)
-class History:
+class StepHistory:
     """The applied steps before a failed one, from numbers that all ranks share."""
 
     losses: tuple[float, ...] = ()
@@ -172,5 +172,5 @@ class FailedStep:
     report: StepReport
     precision: str
     islands: tuple[str, ...]
-    history: History
+    history: StepHistory
     verdict: Verdict

@@ -22,71 +22,76 @@ from halfstep.journal import events
 from halfstep.journal import text as words
 from halfstep.journal.events import Event
 from halfstep.journal.jsonl import LOG
-from halfstep.journal.latest import Latest
-from halfstep.printable import in_line
+from halfstep.journal.latest import LatestEvents
+from halfstep.printable import escape_to_one_line
 
 
-def line_of(latest: Latest) -> list[words.LineItem]:
+def list_line_items(latest: LatestEvents) -> list[words.LineItem]:
     """Return the current numbers, the most important first; nothing before the first step."""
     step, speed = latest.step, latest.speed
     if not step:
         return []
-    items = _validation(latest) or [_loss("loss", step["loss"]), *_metric(latest)]
-    items.append(words.LineItem(f"lr {numbers.rate(step['lr'])}"))
+    items = _list_validation_items(latest) or [_build_loss_item("loss", step["loss"]), *_list_metric_items(latest)]
+    items.append(words.LineItem(f"lr {numbers.format_learning_rate(step['lr'])}"))
     if step.get("loss_scale") not in (None, 1.0):
-        items.append(words.LineItem(f"scale {numbers.scale(step['loss_scale'])}"))
+        items.append(words.LineItem(f"scale {numbers.format_loss_scale(step['loss_scale'])}"))
     if latest.skipped:
         # A copy: the console draws this in its own thread while steps continue to be counted.
-        items.append(words.LineItem(words.skips(dict(latest.skipped)), True))
+        items.append(words.LineItem(words.describe_skips(dict(latest.skipped)), True))
     if latest.checkpoint is not None:
-        items.append(words.LineItem(f"last saved at step {numbers.count(latest.checkpoint.attempt)}"))
-    return items + (_machine(speed) if speed else [])
+        items.append(words.LineItem(f"last saved at step {numbers.format_count(latest.checkpoint.attempt)}"))
+    return items + (_list_machine_items(speed) if speed else [])
 
 
-def _loss(name: str, number: Any) -> words.LineItem:
-    return words.LineItem(f"{name} {numbers.value(number)}", not math.isfinite(numbers.to_float(number)))
+def _build_loss_item(name: str, number: Any) -> words.LineItem:
+    return words.LineItem(f"{name} {numbers.format_metric_value(number)}", not math.isfinite(numbers.to_float(number)))
 
 
-def _validation(latest: Latest) -> list[words.LineItem]:
+def _list_validation_items(latest: LatestEvents) -> list[words.LineItem]:
     """Return the metrics of the evaluation in progress; nothing while steps are taken."""
     found = latest.evaluating.get("metrics") or {}
     if "loss" not in found:
         return []
     others = [name for name in (latest.metric,) if name != "loss" and name in found]
-    told = [words.LineItem(f"val {words.named(name)} {numbers.value(found[name])}") for name in others]
-    return [_loss("val loss", found["loss"]), *told]
+    told = [
+        words.LineItem(f"val {words.format_metric_name(name)} {numbers.format_metric_value(found[name])}")
+        for name in others
+    ]
+    return [_build_loss_item("val loss", found["loss"]), *told]
 
 
-def _metric(latest: Latest) -> list[words.LineItem]:
+def _list_metric_items(latest: LatestEvents) -> list[words.LineItem]:
     """Return the metric of this epoch so far, or that of the last evaluation."""
     so_far = (latest.speed.get("train_metrics") or {}).get(latest.metric)
     last = (latest.epoch.get("val") or {}).get(latest.metric)
     if latest.metric == "loss" or (so_far is None and last is None):
         return []
     number, whose = (last, "val ") if so_far is None else (so_far, "")
-    return [words.LineItem(f"{whose}{words.named(latest.metric)} {numbers.value(number)}")]
+    return [words.LineItem(f"{whose}{words.format_metric_name(latest.metric)} {numbers.format_metric_value(number)}")]
 
 
-def _machine(speed: Event) -> list[words.LineItem]:
+def _list_machine_items(speed: Event) -> list[words.LineItem]:
     """Return throughput, data wait, memory, and the GPU's meters if there is a GPU."""
     wait = numbers.to_float(speed.get("wait_share"))
     items = [
-        words.LineItem(words.throughput(speed)),
-        words.LineItem(f"wait {numbers.share(wait)}", wait > 0.2),
+        words.LineItem(words.describe_throughput(speed)),
+        words.LineItem(f"wait {numbers.format_percent(wait)}", wait > 0.2),
     ]
     memory = speed.get("memory") or {}
     if memory.get("device_bytes") is not None:
         peak = memory.get("device_peak_bytes") or memory["device_bytes"]
-        items.append(words.LineItem(f"memory {numbers.size(memory['device_bytes'])}, peak {numbers.size(peak)}"))
+        items.append(
+            words.LineItem(f"memory {numbers.format_bytes(memory['device_bytes'])}, peak {numbers.format_bytes(peak)}")
+        )
     elif memory.get("host_bytes") is not None:
-        items.append(words.LineItem(f"memory {numbers.size(memory['host_bytes'])}"))
-    return items + _gpu(speed.get("gpu") or {})
+        items.append(words.LineItem(f"memory {numbers.format_bytes(memory['host_bytes'])}"))
+    return items + _list_gpu_items(speed.get("gpu") or {})
 
 
-def _gpu(gpu: Mapping[str, object]) -> list[words.LineItem]:
+def _list_gpu_items(gpu: Mapping[str, object]) -> list[words.LineItem]:
     parts = []
     if gpu.get("utilisation") is not None:
-        parts.append(numbers.share(gpu["utilisation"]))
+        parts.append(numbers.format_percent(gpu["utilisation"]))
     if gpu.get("power_watts") is not None:
         parts.append(f"{gpu['power_watts']:.0f} W")
     if gpu.get("temperature") is not None:
@@ -99,7 +104,7 @@ _FULL, _EMPTY, _BETWEEN = "━", "─", " · "
 _ASCII_FULL, _ASCII_EMPTY, _ASCII_BETWEEN = "=", "-", " | "
 
 
-class Clocks(NamedTuple):
+class RunClocks(NamedTuple):
     """Times in seconds at the moment when the area is drawn."""
 
     run: float
@@ -114,49 +119,59 @@ class Clocks(NamedTuple):
     """The time since the current stage before the first step began."""
 
 
-def live_area(latest: Latest, clocks: Clocks, width: int, encoding: str) -> list[Text]:
+def render_live_area(latest: LatestEvents, clocks: RunClocks, width: int, encoding: str) -> list[Text]:
     """Return the lines of the live area; none is longer than `width`."""
     start, step = latest.start, latest.step
     if not start or not step or latest.stage:
-        doing = in_line(latest.stage.get("text", "preparing the first step"))
-        line = Text(f" {doing}  {numbers.clock(clocks.stage)}", style="dim", no_wrap=True, overflow="ellipsis")
+        doing = escape_to_one_line(latest.stage.get("text", "preparing the first step"))
+        line = Text(f" {doing}  {numbers.format_clock(clocks.stage)}", style="dim", no_wrap=True, overflow="ellipsis")
         line.truncate(width, overflow="ellipsis")
         return [line]
     # If the terminal cannot encode the bar's character, all bars and separators are drawn in ASCII.
-    plain = words.fitted(_FULL, encoding) != _FULL
-    mark = words.fitted(words.mark(start, latest.observed_share if width >= _WIDE else None), encoding)
+    plain = words.fit_encoding(_FULL, encoding) != _FULL
+    mark = words.fit_encoding(
+        words.format_bar_label(start, latest.observed_share if width >= _WIDE else None), encoding
+    )
     about = "~" if clocks.is_rough else ""
-    run_row = _row("Run", step["attempt"], start["steps"], clocks.run, clocks.left, about)
-    rows = [_epoch_row(latest, clocks), run_row]
+    run_row = _build_progress_row("Run", step["attempt"], start["steps"], clocks.run, clocks.left, about)
+    rows = [_build_epoch_row(latest, clocks), run_row]
     label = max(cell_len(row[0]) for row in rows)
     right = max(cell_len(row[3]) for row in rows)
     room = width - 2 * _MARGIN - label - right - cell_len(mark) - 6
     bars = [
         Text(" " * _MARGIN + name.ljust(label) + "  ", style="bold", no_wrap=True, overflow="crop")
-        .append(_bar(part, whole, min(max(room, 0), _WIDEST_BAR), plain))
+        .append(_draw_progress_bar(part, whole, min(max(room, 0), _WIDEST_BAR), plain))
         .append(f"  {counts.ljust(right)}", style="not bold")
         for name, part, whole, counts in rows
     ]
-    bars[0].append(f"  {mark}", style="not bold green" if words.is_mixed(start["precision"]["chosen"]) else "not bold")
+    bars[0].append(
+        f"  {mark}", style="not bold green" if words.is_mixed_precision(start["precision"]["chosen"]) else "not bold"
+    )
     for bar in bars:
         bar.truncate(width)
-    return bars + _flow_items(line_of(latest), width, encoding, _ASCII_BETWEEN if plain else _BETWEEN)
+    return bars + _flow_items(list_line_items(latest), width, encoding, _ASCII_BETWEEN if plain else _BETWEEN)
 
 
-def _epoch_row(latest: Latest, clocks: Clocks) -> tuple[str, int, int, str]:
-    step, evaluating, name = latest.step, latest.evaluating, words.place(latest)
+def _build_epoch_row(latest: LatestEvents, clocks: RunClocks) -> tuple[str, int, int, str]:
+    step, evaluating, name = latest.step, latest.evaluating, words.format_epoch_place(latest)
     if evaluating:
-        return _row(f"{name} [Val]", evaluating["done"], evaluating["total"], clocks.epoch, clocks.in_epoch)
-    return _row(f"{name} [Train]", step["step_in_epoch"], words.steps_of_epoch(latest), clocks.epoch, clocks.in_epoch)
+        return _build_progress_row(
+            f"{name} [Val]", evaluating["done"], evaluating["total"], clocks.epoch, clocks.in_epoch
+        )
+    return _build_progress_row(
+        f"{name} [Train]", step["step_in_epoch"], words.count_epoch_steps(latest), clocks.epoch, clocks.in_epoch
+    )
 
 
-def _row(name: str, done: int, total: int, spent: float, left: float, about: str = "") -> tuple[str, int, int, str]:
-    whole = numbers.count(total)
-    place = f"{numbers.count(done).rjust(len(whole))}/{whole}"
-    return name, done, total, f"{place}  {numbers.clock(spent)}<{about}{numbers.clock(left)}"
+def _build_progress_row(
+    name: str, done: int, total: int, spent: float, left: float, about: str = ""
+) -> tuple[str, int, int, str]:
+    whole = numbers.format_count(total)
+    place = f"{numbers.format_count(done).rjust(len(whole))}/{whole}"
+    return name, done, total, f"{place}  {numbers.format_clock(spent)}<{about}{numbers.format_clock(left)}"
 
 
-def _bar(done: int, total: int, width: int, plain: bool) -> Text:
+def _draw_progress_bar(done: int, total: int, width: int, plain: bool) -> Text:
     full = int(width * min(done / total, 1.0)) if total else 0
     line = Text((_ASCII_FULL if plain else _FULL) * full, style="not bold cyan")
     return line.append((_ASCII_EMPTY if plain else _EMPTY) * (width - full), style="not bold bright_black")
@@ -164,13 +179,13 @@ def _bar(done: int, total: int, width: int, plain: bool) -> Text:
 
 def _flow_items(items: list[words.LineItem], width: int, encoding: str, between: str) -> list[Text]:
     """Return as few lines as hold the items; an item is only cut at the edge of the terminal."""
-    lines = [_blank()]
+    lines = [_create_blank_line()]
     for item in items:
-        text = words.fitted(item.text, encoding)
+        text = words.fit_encoding(item.text, encoding)
         empty = lines[-1].cell_len <= _MARGIN
         # cell_len, not len: a wide character takes two columns.
         if not empty and lines[-1].cell_len + cell_len(text) + len(between) + _MARGIN > width:
-            lines.append(_blank())
+            lines.append(_create_blank_line())
             empty = True
         if not empty:
             lines[-1].append(between, style="bright_black")
@@ -180,7 +195,7 @@ def _flow_items(items: list[words.LineItem], width: int, encoding: str, between:
     return lines
 
 
-def _blank() -> Text:
+def _create_blank_line() -> Text:
     return Text(" " * _MARGIN, no_wrap=True, overflow="crop")
 
 
@@ -190,7 +205,7 @@ LEAST = 24
 """The rows of the smallest terminal in common use; in a smaller one, lines scroll away."""
 
 
-class Line(NamedTuple):
+class ScreenLine(NamedTuple):
     """One line of the first screen."""
 
     text: str
@@ -200,9 +215,9 @@ class Line(NamedTuple):
     """Whether the line is left to the log if there is no room."""
 
 
-def first_screen(start: Event, width: int, height: int) -> list[Line]:
+def build_first_screen(start: Event, width: int, height: int) -> list[ScreenLine]:
     """Return the title, the precision and its reasons, the header and remarks; the rest is only in train.log."""
-    lines = _lines(start)
+    lines = _list_start_lines(start)
     room = max(height, LEAST) - BELOW - 1 - sum(_count_rows(line, width) for line in lines if not line.spare)
     shown, left_out = [], 0
     for line in lines:
@@ -215,25 +230,30 @@ def first_screen(start: Event, width: int, height: int) -> list[Line]:
             room, left_out = 0, left_out + 1
     if left_out:
         log = os.path.join(start["dir"], LOG)
-        shown.append(Line(in_line(f"{numbers.several(left_out, 'line')} more in {log}"), "dim"))
+        shown.append(
+            ScreenLine(escape_to_one_line(f"{numbers.format_counted_noun(left_out, 'line')} more in {log}"), "dim")
+        )
     return shown
 
 
-def _lines(start: Event) -> list[Line]:
-    mixed = words.is_mixed(start["precision"]["chosen"])
-    header = words.header(start)
+def _list_start_lines(start: Event) -> list[ScreenLine]:
+    mixed = words.is_mixed_precision(start["precision"]["chosen"])
+    header = words.describe_run(start)
     label = max(len(word) for word, _ in header)
     return [
-        Line(f"halfstep train {in_line(start['label'])}", "bold"),
-        *(Line(text, "yellow" if alarm else "cyan") for text, alarm in words.resumed(start)),
-        Line(words.precision(start), "bold green" if mixed else "bold"),
-        *(Line(text, "dim", 2, spare=True) for text in words.why(start)),
-        *(Line(f"{word.ljust(label)}  {text}", "", 2) for word, text in header),
-        *(Line(text, "yellow" if alarm else "dim", 0, spare=not alarm) for text, alarm in words.remarks(start)),
+        ScreenLine(f"halfstep train {escape_to_one_line(start['label'])}", "bold"),
+        *(ScreenLine(text, "yellow" if alarm else "cyan") for text, alarm in words.describe_resume(start)),
+        ScreenLine(words.describe_precision(start), "bold green" if mixed else "bold"),
+        *(ScreenLine(text, "dim", 2, spare=True) for text in words.explain_precision(start)),
+        *(ScreenLine(f"{word.ljust(label)}  {text}", "", 2) for word, text in header),
+        *(
+            ScreenLine(text, "yellow" if alarm else "dim", 0, spare=not alarm)
+            for text, alarm in words.list_start_remarks(start)
+        ),
     ]
 
 
-def _count_rows(line: Line, width: int) -> int:
+def _count_rows(line: ScreenLine, width: int) -> int:
     return max(1, math.ceil(cell_len(line.text) / max(width - line.indent, 1)))
 
 
@@ -246,7 +266,7 @@ class LiveConsole:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._latest = Latest()
+        self._latest = LatestEvents()
         self._time = 0.0
         self._heard = self._measured = self._epoch_began = self._stage_began = time.monotonic()
         self._live = Live(
@@ -290,16 +310,16 @@ class LiveConsole:
             self.close()
             self._print_ending(event)
         elif kind == events.PRECISION_CHECK:
-            self._print(words.precision_check(event), "green")
+            self._print(words.describe_precision_check(event), "green")
         elif kind == events.BAD_SAMPLE:
-            self._print(words.bad_sample(event), "yellow")
+            self._print(words.describe_bad_sample(event), "yellow")
         elif kind == events.GUARD:
             self._print_guard(event)
         elif kind == events.NOTE:
-            self._print(in_line(event["text"]), "yellow" if event.get("level") == "warning" else "dim")
+            self._print(escape_to_one_line(event["text"]), "yellow" if event.get("level") == "warning" else "dim")
 
     def _begin(self, start: Event) -> None:
-        for line in first_screen(start, self._console.width, self._console.height):
+        for line in build_first_screen(start, self._console.width, self._console.height):
             self._print(line.text, line.style, line.indent)
         self._console.print()
         # Without this, a crash would leave the terminal without a cursor.
@@ -308,23 +328,23 @@ class LiveConsole:
 
     def _print_skip(self, event: Event) -> None:
         nth = self._latest.skipped[event["reason"]]
-        if event["reason"] != words.ORDINARY and words.gets_line(nth):
-            self._print(words.skip(event, nth), "yellow")
+        if event["reason"] != words.ORDINARY and words.is_skip_printed(nth):
+            self._print(words.describe_skipped_step(event, nth), "yellow")
 
     def _print_guard(self, event: Event) -> None:
-        first, *others = words.guard(event)
+        first, *others = words.describe_guard_event(event)
         self._print(first, _LEVELS.get(event.get("level", ""), "yellow"))
         for line in others:
             self._print(line.strip(), "dim", indent=2)
 
     def _print_summary(self, event: Event) -> None:
-        title, *rows, closing = words.summary(event, self._latest.metric)
+        title, *rows, closing = words.format_epoch_summary(event, self._latest.metric)
         text = Text(title, style="bold").append("".join(f"\n{row}" for row in rows), style="not bold")
         text.append(f"\n{self._fit_text(closing)}", style="not bold green" if event.get("is_best") else "not bold dim")
         self._console.print(text, highlight=False)
 
     def _print_ending(self, event: Event) -> None:
-        first, *others = words.ending(event, self._latest)
+        first, *others = words.describe_ending(event, self._latest)
         self._console.print()
         self._print(first, "bold green" if event["reason"] in ("finished", "early_stopping") else "bold yellow")
         for line in others:
@@ -338,7 +358,7 @@ class LiveConsole:
         self._console.print(Padding(Text(self._fit_text(text), style=style), (0, 0, 0, indent), expand=False))
 
     def _fit_text(self, text: str) -> str:
-        return words.fitted(text, self._console.encoding)
+        return words.fit_encoding(text, self._console.encoding)
 
     def _area(self) -> Group:
         now = time.monotonic()
@@ -351,11 +371,11 @@ class LiveConsole:
         )
         run = self._time + now - self._heard
         rough, stage = bool(told.get("is_rough")), now - self._stage_began
-        clocks = Clocks(run, now - self._epoch_began, left, in_epoch, rough, stage)
-        return Group(*live_area(self._latest, clocks, self._console.width, self._console.encoding))
+        clocks = RunClocks(run, now - self._epoch_began, left, in_epoch, rough, stage)
+        return Group(*render_live_area(self._latest, clocks, self._console.width, self._console.encoding))
 
 
-def _give_back_streams() -> None:
+def _restore_streams() -> None:
     """Restore the real streams in a forked worker of a data loader."""
     # The live area belongs to the parent. A worker that printed through rich's proxy could wait forever for a lock that
     # some thread of the parent held at the fork.
@@ -366,4 +386,4 @@ def _give_back_streams() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_give_back_streams)
+    os.register_at_fork(after_in_child=_restore_streams)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from halfstep.draw.series import Series
+from halfstep.draw.series import RunSeries
 from halfstep.journal.events import END, EPOCH, Event
 
 # Drawing blocks training, so it is limited to a share of the run's time as well as to a minimum pause.
@@ -18,7 +18,7 @@ class CurvesListener:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "curves.svg"
-        self._series = Series()
+        self._series = RunSeries()
         self._not_before = 0.0
         self._is_drawn = True
 

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from halfstep.errors import FolderLost, FolderTaken
-from halfstep.files import make_parent
+from halfstep.files import create_parent_folder
 
 
 @contextmanager
-def to_write(path: Path) -> Iterator[None]:
+def guard_file_writing(path: Path) -> Iterator[None]:
     """Guard code that opens or changes `path`; create its folder, and raise FolderTaken for an OSError.
 
     Raises FolderLost if the run's folder is no longer its own.
     """
     try:
-        make_parent(path)
+        create_parent_folder(path)
         yield
     except OSError as failure:
         raise FolderTaken(

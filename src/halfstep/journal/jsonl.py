@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from halfstep.errors import BadData, FolderLost, StateMismatch, add_option, same_form
+from halfstep.errors import BadData, FolderLost, StateMismatch, advise_adding_option, check_same_form
 from halfstep.files import LARGEST_JSON
-from halfstep.journal.events import FORMAT, NOTE, START, Event, to_write
-from halfstep.ownership import check_ownership, owner_of
+from halfstep.journal.events import FORMAT, NOTE, START, Event, guard_file_writing
+from halfstep.ownership import check_ownership, find_ownership
 
 _parse: Callable[[bytes], Any]
 try:
@@ -51,7 +51,7 @@ def is_earlier_part(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
-def parts_of(path: Path) -> list[JournalPart]:
+def list_journal_parts(path: Path) -> list[JournalPart]:
     """Return the files of a journal from the oldest to the one that is written, which may be missing."""
     found: list[JournalPart] = []
     if path.name == JOURNAL:
@@ -60,57 +60,57 @@ def parts_of(path: Path) -> list[JournalPart]:
                 if (match := _PART.fullmatch(entry.name)) and stat.S_ISREG(entry.lstat().st_mode):
                     found.append(JournalPart(int(match[1]), entry))
     found.sort()
-    return [*found, JournalPart(found[-1].begin + _size(found[-1].path) if found else 0, path)]
+    return [*found, JournalPart(found[-1].begin + _read_file_size(found[-1].path) if found else 0, path)]
 
 
-def _size(path: Path) -> int:
+def _read_file_size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
 _BLOCK, _LARGE_BLOCK = 2**16, 2**20
 
 
-def sizes(folder: Path) -> dict[str, int]:
+def read_journal_sizes(folder: Path) -> dict[str, int]:
     """Return the current sizes of the journal, in all its files, and of the log; 0 for a missing one."""
-    last = {name: parts_of(folder / name)[-1] for name in (JOURNAL, LOG)}
-    return {name: part.begin + _size(part.path) for name, part in last.items()}
+    last = {name: list_journal_parts(folder / name)[-1] for name in (JOURNAL, LOG)}
+    return {name: part.begin + _read_file_size(part.path) for name, part in last.items()}
 
 
-def truncate(folder: Path, sizes: Mapping[str, int]) -> None:
+def truncate_journal(folder: Path, sizes: Mapping[str, int]) -> None:
     """Truncate both files to these sizes, at the end of a line; a file without a size is emptied.
 
     A file that is already shorter, as after a power loss, only loses an incomplete last line. Raises StateMismatch for
     sizes that halfstep did not write.
     """
-    _refuse_others(sizes)
+    _check_journal_sizes(sizes)
     for name in (JOURNAL, LOG):
-        begin = _take_back_parts(folder / name, sizes.get(name, 0))
-        cut_to_lines(folder / name, sizes.get(name, 0) - begin)
+        begin = _restore_current_part(folder / name, sizes.get(name, 0))
+        truncate_to_complete_lines(folder / name, sizes.get(name, 0) - begin)
 
 
-def _take_back_parts(path: Path, size: int) -> int:
+def _restore_current_part(path: Path, size: int) -> int:
     """Make the file with the last byte of `size` the current one; return its byte offset."""
-    *earlier, last = parts_of(path)
+    *earlier, last = list_journal_parts(path)
     # Renamed over the newest one, from the newest back: after each, the journal is whole up to an earlier end.
     while earlier and (size <= last.begin or not path.exists()):
         last = earlier.pop()
-        with to_write(path):
+        with guard_file_writing(path):
             os.replace(last.path, path)
     return last.begin
 
 
-def cut_to_lines(path: Path, at_most: int | None = None) -> None:
+def truncate_to_complete_lines(path: Path, at_most: int | None = None) -> None:
     """Truncate a file after its last complete line, within its first `at_most` bytes if given."""
     if not path.is_file():
         return
-    with to_write(path), path.open("r+b") as file:
+    with guard_file_writing(path), path.open("r+b") as file:
         end = file.seek(0, 2)
-        kept = last_line_end(file, end if at_most is None else min(at_most, end))
+        kept = find_last_line_end(file, end if at_most is None else min(at_most, end))
         if kept < end:
             file.truncate(kept)
 
 
-def last_line_end(file: BinaryIO, before: int) -> int:
+def find_last_line_end(file: BinaryIO, before: int) -> int:
     """Return the offset at which the last line of a file's first `before` bytes ends; 0 if none does."""
     # Read backwards in blocks: a journal can be long, and so can a line.
     while before > 0:
@@ -123,7 +123,7 @@ def last_line_end(file: BinaryIO, before: int) -> int:
     return 0
 
 
-def _refuse_others(sizes: Mapping[str, int]) -> None:
+def _check_journal_sizes(sizes: Mapping[str, int]) -> None:
     """Raise StateMismatch for sizes that halfstep did not write."""
     # Sizes come from a checkpoint's file: any other name could make a resume truncate any file.
     for name, size in sizes.items():
@@ -151,7 +151,7 @@ def _to_plain(value: Any) -> Any:
 _STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_to_plain)
 
 
-class JsonLines:
+class JsonLinesListener:
     """A listener that appends each event to a file.
 
     A killed run leaves at most one partial line, which the next start removes.
@@ -161,9 +161,9 @@ class JsonLines:
 
     def __init__(self, path: Path, largest: float = math.inf) -> None:
         """Append to `path`; a file of more than `largest` bytes continues in a new one."""
-        self._path, self._largest, self._owner = path, largest, owner_of(path)
-        with to_write(path):
-            cut_to_lines(path)
+        self._path, self._largest, self._owner = path, largest, find_ownership(path)
+        with guard_file_writing(path):
+            truncate_to_complete_lines(path)
             self._open()
         self._is_mid_line = False
         self._waiting: deque[bytes] = deque()
@@ -175,7 +175,7 @@ class JsonLines:
         """Write an event; never raises for a full disk."""
         if self._owner is not None and self._owner.lost is not None:
             return  # the open file may be another run's by now
-        self._waiting.append(as_line(event).encode("utf-8", "replace"))
+        self._waiting.append(format_event_line(event).encode("utf-8", "replace"))
         try:
             self._write_waiting()
         except OSError as failure:
@@ -188,7 +188,7 @@ class JsonLines:
         with contextlib.suppress(OSError, FolderLost):
             self._write_waiting()
         if self._waiting:
-            _warn(f"{self._file.name} ends without its last {len(self._waiting):,} lines, which had no room")
+            _warn_on_stderr(f"{self._file.name} ends without its last {len(self._waiting):,} lines, which had no room")
             self._waiting.clear()
         self._file.close()
 
@@ -216,7 +216,9 @@ class JsonLines:
         self._file.close()
         # A file that cannot be renamed is written on.
         with contextlib.suppress(OSError):
-            os.replace(self._path, self._path.with_name(f"journal.{parts_of(self._path)[-1].begin:015d}.jsonl"))
+            os.replace(
+                self._path, self._path.with_name(f"journal.{list_journal_parts(self._path)[-1].begin:015d}.jsonl")
+            )
         self._open()
 
     def _append(self, line: bytes) -> None:
@@ -249,27 +251,29 @@ class JsonLines:
             text = f"the disk had no room for {self._lost:,} lines of the journal, which are missing here"
             when = {"time": event.get("time", 0.0), "utc": event.get("utc")}
             note = {"event": NOTE, **when, "text": text, "level": "warning"}
-            self._waiting[1] = as_line(note).encode()
+            self._waiting[1] = format_event_line(note).encode()
 
     def _warn_once(self, failure: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
             why = failure.strerror or failure
-            _warn(f"{self._file.name} cannot be written: {why}; its lines are kept, and written as soon as possible")
+            _warn_on_stderr(
+                f"{self._file.name} cannot be written: {why}; its lines are kept, and written as soon as possible"
+            )
 
 
-def _warn(text: str) -> None:
+def _warn_on_stderr(text: str) -> None:
     """Warn the user on stderr: the journal, where this belongs, is what cannot be written."""
     with contextlib.suppress(OSError, ValueError):
         print(f"warning: {text}", file=sys.stderr)
 
 
-def in_strict_json(content: Mapping[str, Any]) -> dict[str, Any]:
+def convert_to_strict_json(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content as it is read back from a line: numbers that are not finite are words."""
-    return dict(json.loads(as_line(dict(content))))
+    return dict(json.loads(format_event_line(dict(content))))
 
 
-def as_line(event: Mapping[str, object]) -> str:
+def format_event_line(event: Mapping[str, object]) -> str:
     """Return an event as one line of strict JSON; non-finite numbers become the words NaN, Infinity and -Infinity."""
     # Nearly all events are finite, and need no second pass over their values.
     try:
@@ -295,7 +299,7 @@ def read_events(path: Path) -> list[Event]:
     Raises BadData if it cannot be read, and OtherForm if another version of halfstep wrote it in another form.
     """
     try:
-        return [_event(line, path, number) for number, line in enumerate(_lines(path), start=1)]
+        return [_parse_numbered_line(line, path, number) for number, line in enumerate(_iterate_lines(path), start=1)]
     except OSError as failure:
         raise BadData(
             f"cannot read {path}: {failure.strerror or failure}",
@@ -304,31 +308,31 @@ def read_events(path: Path) -> list[Event]:
         ) from failure
 
 
-def saved_events(path: Path, after: int = 0) -> Iterator[Event]:
+def iterate_saved_events(path: Path, after: int = 0) -> Iterator[Event]:
     """Yield the readable events from byte `after` on, for a resumed run.
 
     A damaged line or a missing journal must not stop a run, so both are skipped. Raises StateMismatch for a journal in
     another format version.
     """
     with contextlib.suppress(OSError):
-        for line in _lines(path, after):
-            event = read_event(line)
+        for line in _iterate_lines(path, after):
+            event = parse_event(line)
             if event is not None:
                 check_start_format(event, path)
                 yield event
 
 
-def check_format(path: Path) -> None:
+def check_journal_format(path: Path) -> None:
     """Raise OtherForm if the journal has another format version than this version of halfstep writes."""
-    next((event for event in saved_events(path) if event["event"] == START), None)
+    next((event for event in iterate_saved_events(path) if event["event"] == START), None)
 
 
-def last_time(path: Path) -> float:
+def read_last_time(path: Path) -> float:
     """Return the `time` of a journal's last complete line, from which a resumed run continues; 0.0 without one."""
     # The newest file may have no line yet.
-    filled = [part.path for part in parts_of(path) if _size(part.path)]
+    filled = [part.path for part in list_journal_parts(path) if _read_file_size(part.path)]
     try:
-        event = read_event(_read_last_line(filled[-1])) or {} if filled else {}
+        event = parse_event(_read_last_line(filled[-1])) or {} if filled else {}
         seconds = float(event.get("time", 0.0))
     except (OSError, TypeError, ValueError):
         return 0.0
@@ -337,15 +341,15 @@ def last_time(path: Path) -> float:
 
 def _read_last_line(path: Path) -> bytes:
     with path.open("rb") as file:
-        end = last_line_end(file, file.seek(0, 2))
-        begin = last_line_end(file, end - 1)
+        end = find_last_line_end(file, file.seek(0, 2))
+        begin = find_last_line_end(file, end - 1)
         file.seek(begin)
         return file.read(min(end - begin, LARGEST_JSON))
 
 
-def _lines(path: Path, after: int = 0) -> Iterator[bytes]:
+def _iterate_lines(path: Path, after: int = 0) -> Iterator[bytes]:
     """Yield the complete lines of all files of a journal; a line longer than any of ours comes in parts."""
-    parts = parts_of(path)
+    parts = list_journal_parts(path)
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         if following is not None and following.begin <= after:
             continue
@@ -361,19 +365,19 @@ def _lines(path: Path, after: int = 0) -> Iterator[bytes]:
                 yield line
 
 
-def lines_backwards(path: Path) -> Iterator[bytes]:
+def iterate_lines_backwards(path: Path) -> Iterator[bytes]:
     """Yield the complete lines of all files of a journal from the last to the first, without their ends.
 
     A line longer than any of ours comes as an empty one. Raises OSError if a file cannot be read.
     """
-    for part in reversed(parts_of(path)):
+    for part in reversed(list_journal_parts(path)):
         if part.path.is_file():
             with part.path.open("rb") as file:
-                yield from _backwards(file)
+                yield from _iterate_file_backwards(file)
 
 
-def _backwards(file: BinaryIO) -> Iterator[bytes]:
-    at = last_line_end(file, file.seek(0, 2)) - 1
+def _iterate_file_backwards(file: BinaryIO) -> Iterator[bytes]:
+    at = find_last_line_end(file, file.seek(0, 2)) - 1
     if at < 0:
         return
     # The rest of a line that starts before this block; None if it is too long to keep.
@@ -395,8 +399,8 @@ def _join_line(begin: bytes, rest: bytes | None) -> bytes | None:
     return None if rest is None or len(begin) + len(rest) > LARGEST_JSON else begin + rest
 
 
-def _event(line: bytes, path: Path, number: int) -> Event:
-    event = read_event(line)
+def _parse_numbered_line(line: bytes, path: Path, number: int) -> Event:
+    event = parse_event(line)
     if event is None:
         raise BadData(
             f"line {number} of {path} is not an event",
@@ -412,19 +416,21 @@ def check_start_format(event: Event, path: Path) -> None:
     # The first form did not name itself. A start that has neither the name nor a field of the first form is damaged.
     form = event.get("format", 1 if "repeats" in event else FORMAT)
     if event["event"] == START and type(form) is int and form >= 1:
-        same_form(path, FORMAT, form, for_earlier=f"use the version that wrote it, or {add_option('new')}")
+        check_same_form(
+            path, FORMAT, form, for_earlier=f"use the version that wrote it, or {advise_adding_option('new')}"
+        )
 
 
-def read_event(line: bytes) -> Event | None:
+def parse_event(line: bytes) -> Event | None:
     """Return the event of a line; None if it is none."""
     try:
         event = _parse(line)
     except (ValueError, RecursionError):
-        event = _read_slowly(line)
+        event = _parse_with_stdlib(line)
     return event if isinstance(event, dict) and "event" in event else None
 
 
-def _read_slowly(line: bytes) -> Any:
+def _parse_with_stdlib(line: bytes) -> Any:
     """Return what the standard parser makes of a line, which accepts deeper nesting and half surrogate pairs."""
     try:
         return json.loads(line)

@@ -20,7 +20,7 @@ class CheckpointName(NamedTuple):
     attempt: int
 
 
-class Latest:
+class LatestEvents:
     """The last event of each kind, and the totals of the run."""
 
     def __init__(self) -> None:

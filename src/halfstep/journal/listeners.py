@@ -8,17 +8,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from halfstep.errors import unknown_name
+from halfstep.errors import build_unknown_name_error
 from halfstep.journal.console import LiveConsole
 from halfstep.journal.curves import CurvesListener
 from halfstep.journal.events import Listener, StatefulListener
-from halfstep.journal.jsonl import JOURNAL, LOG, JsonLines, saved_events
-from halfstep.journal.plain import LogFile, Plain
+from halfstep.journal.jsonl import JOURNAL, LOG, JsonLinesListener, iterate_saved_events
+from halfstep.journal.plain import LogFileListener, PlainListener
 from halfstep.journal.prometheus import METRICS, Prometheus
 from halfstep.journal.trackers import TRACKERS
 
 
-def listeners(
+def create_listeners(
     dir: Path,
     *,
     tracker: str,
@@ -33,25 +33,25 @@ def listeners(
     silently. `prometheus` is the file with its metrics, or whether there is one in the folder; `largest_file` are the
     bytes after which the journal continues in another file.
     """
-    files: list[Listener] = [JsonLines(dir / JOURNAL, largest_file), LogFile(dir / LOG)]
-    screen = [] if console is None else [console_listener(console)]
-    trackers = tracker_listeners(tracker, dir, resumed_at)
+    files: list[Listener] = [JsonLinesListener(dir / JOURNAL, largest_file), LogFileListener(dir / LOG)]
+    screen = [] if console is None else [create_console_listener(console)]
+    trackers = create_tracker_listeners(tracker, dir, resumed_at)
     if prometheus:
         trackers.append(Prometheus(dir / (METRICS if prometheus is True else prometheus)))
     every_listener = [*files, *screen, *trackers, CurvesListener(dir)]
     if resumed_at is not None:
-        recall(every_listener, dir / JOURNAL)
+        restore_listeners(every_listener, dir / JOURNAL)
     return every_listener
 
 
-def tracker_listeners(name: str, folder: Path, resumed_at: int | None = None) -> list[Listener]:
+def create_tracker_listeners(name: str, folder: Path, resumed_at: int | None = None) -> list[Listener]:
     """Return the listener of a tracker, or none for `none`; a resumed run continues after `resumed_at` attempts.
 
     Raises UnknownName for an unknown name, MissingExtra if the tracker is not installed, and WrongUse if MLflow has no
     server.
     """
     if name not in TRACKERS:
-        raise unknown_name("tracker", name, TRACKERS)
+        raise build_unknown_name_error("tracker", name, TRACKERS)
     if name == "tensorboard":
         from halfstep.journal.tensorboard import TensorBoard
 
@@ -67,10 +67,10 @@ def tracker_listeners(name: str, folder: Path, resumed_at: int | None = None) ->
     return []
 
 
-def recall(every_listener: Sequence[Listener], path: Path) -> None:
+def restore_listeners(every_listener: Sequence[Listener], path: Path) -> None:
     """Tell those listeners that need them the events of earlier launches."""
     remembering = [listener.restore_event for listener in every_listener if isinstance(listener, StatefulListener)]
-    for event in saved_events(path):
+    for event in iterate_saved_events(path):
         for restore_event in remembering:
             # An event from a damaged line may lack fields; that is no reason not to train. `suppress` would take as
             # long as the listener does.
@@ -80,11 +80,11 @@ def recall(every_listener: Sequence[Listener], path: Path) -> None:
                 pass
 
 
-def console_listener(console: Console) -> Listener:
+def create_console_listener(console: Console) -> Listener:
     """Return the live console if the cursor can move.
 
     Returns plain lines for files, pipes, notebooks and dumb terminals.
     """
     if console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal:
         return LiveConsole(console)
-    return Plain(console.file)
+    return PlainListener(console.file)

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from halfstep.errors import MissingExtra, WrongUse
 from halfstep.files import read_json, write_json
 from halfstep.journal.events import END, EPOCH, START, Event
-from halfstep.journal.trackers import MLFLOW_FILE, EventScalars, Scalars
-from halfstep.recipe.strict_yaml import flat
+from halfstep.journal.trackers import MLFLOW_FILE, ScalarConverter, TrackerScalars
+from halfstep.recipe.strict_yaml import iterate_dotted_keys
 
 SECONDS, ATTEMPTS = 10, 4
 """The timeout of one request, and the further attempts where the server does not answer or is out of order."""
@@ -103,10 +103,10 @@ class MLflow:
     """A listener that writes a run to an MLflow server; steps repeated after an interruption appear twice."""
 
     def __init__(self, folder: Path) -> None:
-        address = address_from_environment()
+        address = read_tracking_uri()
         self._folder, self._client = folder, MlflowClient(tracking_uri=address)
-        self._uri = without_credentials(address)
-        self._scalars = EventScalars()
+        self._uri = remove_credentials(address)
+        self._scalars = ScalarConverter()
         self._queue = SendQueue("mlflow")
         self._metrics: list[Metric] = []
         self._sent = time.monotonic()
@@ -119,7 +119,7 @@ class MLflow:
         if kind == START:
             self._add(partial(self._begin, event))
         elif scalars is not None:
-            self._metrics += _metrics(scalars)
+            self._metrics += _build_mlflow_metrics(scalars)
             if kind == EPOCH or len(self._metrics) >= MOST_METRICS or time.monotonic() > self._sent + PAUSE:
                 self._send_metrics()
         elif picture is not None:
@@ -153,7 +153,7 @@ class MLflow:
         try:
             work()
         except Exception as error:
-            raise RuntimeError(f"{self._uri} {_failure(error)}") from None
+            raise RuntimeError(f"{self._uri} {_describe_failure(error)}") from None
 
     def _begin(self, start: Event) -> None:
         self._run = self._find_resumed_run(start) or self._create_run(start)
@@ -185,7 +185,7 @@ class MLflow:
         }
         cut = {key: str(value)[:LONGEST] for key, value in tags.items()}
         run = self._client.create_run(self._experiment(), tags=cut, run_name=start["label"]).info
-        parameters = [Param(key, str(value)[:LONGEST]) for key, value in flat(start["recipe"])]
+        parameters = [Param(key, str(value)[:LONGEST]) for key, value in iterate_dotted_keys(start["recipe"])]
         self._client.log_batch(run.run_id, params=parameters, synchronous=True)
         return run
 
@@ -205,7 +205,7 @@ class MLflow:
             self._client.log_artifact(self._run.run_id, str(self._folder / name), None if inside == "." else inside)
 
 
-def address_from_environment() -> str:
+def read_tracking_uri() -> str:
     """Return the server in MLFLOW_TRACKING_URI; raise WrongUse if there is none."""
     uri = os.environ.get(TRACKING_URI, "")
     parts = urlsplit(uri)
@@ -220,19 +220,19 @@ def address_from_environment() -> str:
     return uri.rstrip("/")
 
 
-def without_credentials(text: str) -> str:
+def remove_credentials(text: str) -> str:
     """Return an address, or a text with addresses, without the names and passwords in them."""
     return re.sub(r"(?<=://)[^/\s]*@", "", text)
 
 
-def _failure(error: BaseException) -> str:
+def _describe_failure(error: BaseException) -> str:
     """Return the reason in one line: the server's message, or the innermost error, such as a refused connection."""
     while not isinstance(error, RestException) and (inner := error.__cause__ or error.__context__):
         error = inner
     said = "refuses" if isinstance(error, RestException) else "cannot be used"
-    return f"{said}: {without_credentials(' '.join(str(error).split()))[:200] or type(error).__name__}"
+    return f"{said}: {remove_credentials(' '.join(str(error).split()))[:200] or type(error).__name__}"
 
 
-def _metrics(scalars: Scalars) -> list[Metric]:
+def _build_mlflow_metrics(scalars: TrackerScalars) -> list[Metric]:
     now = round(time.time() * 1000)
     return [Metric(key, value, now, scalars.attempt) for key, value in scalars.values.items()]

@@ -10,31 +10,31 @@ from typing import IO
 from halfstep import numbers
 from halfstep.journal import events
 from halfstep.journal import text as words
-from halfstep.journal.console import line_of
-from halfstep.journal.events import Event, to_write
-from halfstep.journal.latest import CHECKPOINT, Latest
-from halfstep.ownership import owner_of
-from halfstep.printable import in_line
+from halfstep.journal.console import list_line_items
+from halfstep.journal.events import Event, guard_file_writing
+from halfstep.journal.latest import CHECKPOINT, LatestEvents
+from halfstep.ownership import find_ownership
+from halfstep.printable import escape_to_one_line
 
 
-class Plain:
+class PlainListener:
     """A listener that writes a line for every few steps, and for every event that a user should know of."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
-        self._latest = Latest()
+        self._latest = LatestEvents()
         self._lines: dict[str, Callable[[Event], list[str]]] = {
             events.START: self._start,
-            events.STAGE: lambda event: [f"{in_line(event['text'])} ..."],
-            events.PRECISION_CHECK: lambda event: [words.precision_check(event)],
+            events.STAGE: lambda event: [f"{escape_to_one_line(event['text'])} ..."],
+            events.PRECISION_CHECK: lambda event: [words.describe_precision_check(event)],
             events.STEP: self._step,
             events.SPEED: self._speed,
-            events.BAD_SAMPLE: lambda event: [words.bad_sample(event)],
+            events.BAD_SAMPLE: lambda event: [words.describe_bad_sample(event)],
             events.EPOCH: self._epoch,
             events.SAVED: self._saved,
-            events.GUARD: words.guard,
+            events.GUARD: words.describe_guard_event,
             events.NOTE: self._note,
-            events.END: lambda event: words.ending(event, self._latest),
+            events.END: lambda event: words.describe_ending(event, self._latest),
         }
 
     def on_event(self, event: Event) -> None:
@@ -47,7 +47,7 @@ class Plain:
         lines = self._lines[kind](event) if kind in self._lines else []
         if lines:
             text = "".join(f"{line}\n" for line in lines)
-            self._stream.write(words.fitted(text, getattr(self._stream, "encoding", None)))
+            self._stream.write(words.fit_encoding(text, getattr(self._stream, "encoding", None)))
             self._stream.flush()
 
     def restore_event(self, event: Event) -> None:
@@ -58,49 +58,58 @@ class Plain:
         """Do nothing: the stream belongs to the caller."""
 
     def _start(self, event: Event) -> list[str]:
-        title = f"halfstep train {in_line(event['label'])}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
-        header = words.header(event)
+        title = (
+            f"halfstep train {escape_to_one_line(event['label'])}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+        )
+        header = words.describe_run(event)
         width = max(len(word) for word, _ in header)
-        again = [f"warning: {text}" if alarm else text for text, alarm in words.resumed(event)]
-        lines = [title, *again, words.precision(event), *(f"  {line}" for line in words.why(event))]
+        again = [f"warning: {text}" if alarm else text for text, alarm in words.describe_resume(event)]
+        lines = [
+            title,
+            *again,
+            words.describe_precision(event),
+            *(f"  {line}" for line in words.explain_precision(event)),
+        ]
         lines += [f"  {word.ljust(width)}  {line}" for word, line in header]
         if not words.is_resumed(event):
-            lines += ["  recipe", *(f"    {line}" for line in words.recipe(event))]
-        return [*lines, *(text for text, _ in words.remarks(event)), ""]
+            lines += ["  recipe", *(f"    {line}" for line in words.describe_recipe(event))]
+        return [*lines, *(text for text, _ in words.list_start_remarks(event)), ""]
 
     def _step(self, event: Event) -> list[str]:
         nth = self._latest.skipped[event["reason"]]
-        return [words.skip(event, nth)] if words.gets_line(nth) else []
+        return [words.describe_skipped_step(event, nth)] if words.is_skip_printed(nth) else []
 
     def _speed(self, event: Event) -> list[str]:
         step = self._latest.step
         if not step:
             return []
-        where = f"{words.place(self._latest)} {step['step_in_epoch']}/{words.steps_of_epoch(self._latest)}"
-        left = f"{'about ' if event.get('is_rough') else ''}{numbers.clock(event['seconds_left'])} left"
-        items = [item.text for item in line_of(self._latest)]
-        return [" · ".join([numbers.clock(event["time"]), where, left, *items])]
+        where = (
+            f"{words.format_epoch_place(self._latest)} {step['step_in_epoch']}/{words.count_epoch_steps(self._latest)}"
+        )
+        left = f"{'about ' if event.get('is_rough') else ''}{numbers.format_clock(event['seconds_left'])} left"
+        items = [item.text for item in list_line_items(self._latest)]
+        return [" · ".join([numbers.format_clock(event["time"]), where, left, *items])]
 
     def _epoch(self, event: Event) -> list[str]:
         # With a colon, because users search for it: grep "lr:" train.log
-        return [line.replace(" · lr ", " · lr: ", 1) for line in words.summary(event, self._latest.metric)]
+        return [line.replace(" · lr ", " · lr: ", 1) for line in words.format_epoch_summary(event, self._latest.metric)]
 
     def _saved(self, event: Event) -> list[str]:
         """Return no line for a checkpoint: there may be one per minute, and the line of numbers has the latest."""
-        return [] if event["kind"] == CHECKPOINT else [words.saved(event)]
+        return [] if event["kind"] == CHECKPOINT else [words.describe_saved_file(event)]
 
     def _note(self, event: Event) -> list[str]:
         level = "warning: " if event.get("level") == "warning" else ""
-        return [level + in_line(event["text"])]
+        return [level + escape_to_one_line(event["text"])]
 
 
-class LogFile(Plain):
+class LogFileListener(PlainListener):
     """The listener that writes train.log in a run's folder."""
 
     def __init__(self, path: Path) -> None:
-        with to_write(path):
+        with guard_file_writing(path):
             self._file = path.open("a", encoding="utf-8", errors="replace")
-        self._owner = owner_of(path)
+        self._owner = find_ownership(path)
         super().__init__(self._file)
 
     def on_event(self, event: Event) -> None:

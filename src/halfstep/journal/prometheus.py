@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.errors import HalfstepError
-from halfstep.files import renaming
+from halfstep.files import replace_file_unflushed
 from halfstep.journal.events import BAD_SAMPLE, END, EPOCH, FAILED_SAVES, NOTE, SAVED, SPEED, START, Event
-from halfstep.journal.latest import CHECKPOINT, Latest
+from halfstep.journal.latest import CHECKPOINT, LatestEvents
 from halfstep.numbers import to_float
-from halfstep.status_files import StatusFile, read_status
+from halfstep.status_files import RankStatusRecord, read_status
 
 METRICS = "metrics.prom"
 """The file in the run's folder, where the recipe names no other."""
@@ -30,7 +30,7 @@ LAST_WRITE = 1.0
 """Seconds that the end of a run waits for the file."""
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """A value of a metric, and the labels that tell it from the others of that metric."""
 
     value: Any
@@ -46,12 +46,12 @@ class Prometheus:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._latest, self._saved_at = path, Latest(), math.nan
+        self._path, self._latest, self._saved_at = path, LatestEvents(), math.nan
         self._starts = self._bad_samples = self._failed_saves = 0
         self._is_running = True
         self._code: int | None = None
         self._ranks = RankHeartbeats(path.parent, 1)
-        self._told: dict[str, list[Sample]] = {}
+        self._told: dict[str, list[MetricSample]] = {}
         """The metrics of events, made by the thread that trains: the writing thread never sees them change."""
         self._writing, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="halfstep metrics", daemon=True)
@@ -94,7 +94,7 @@ class Prometheus:
         self._over.set()
 
     def _begin(self, start: Event) -> None:
-        self._saved_at, self._code = _saved_before(start), None
+        self._saved_at, self._code = _read_checkpoint_time(start), None
         self._ranks = RankHeartbeats(Path(start["dir"]), (start.get("batch") or {}).get("devices", 1))
         self._starts += 1
         if not self._thread.ident:
@@ -113,7 +113,9 @@ class Prometheus:
         counts = {"halfstep_bad_samples": self._bad_samples, "halfstep_failed_saves_in_a_row": self._failed_saves}
         # Launches that a cut journal forgot are counted by the scheduler, and those of a person by the journal.
         counts["halfstep_restarts"] = max(latest.start.get("restarts") or 0, self._starts - 1)
-        self._told = _metrics(latest, self._saved_at) | {name: [Sample(count, {})] for name, count in counts.items()}
+        self._told = _collect_metric_samples(latest, self._saved_at) | {
+            name: [MetricSample(count, {})] for name, count in counts.items()
+        }
         try:
             self._write()
         except OSError as failure:
@@ -128,23 +130,23 @@ class Prometheus:
             # Labels of every sample, for a collector that reads several runs.
             start = self._latest.start
             labels = {"run": str(start.get("dir", "")), "job": str(start.get("job") or "")}
-            text = "".join(_lines({**self._told, **self._live()}, labels))
+            text = "".join(_iterate_metric_lines({**self._told, **self._live()}, labels))
             # Renamed: a collector that reads in between must not see half a file.
-            with renaming(self._path) as draft:
+            with replace_file_unflushed(self._path) as draft:
                 draft.write_text(text, encoding="utf-8")
         finally:
             self._writing.release()
 
-    def _live(self) -> dict[str, list[Sample]]:
+    def _live(self) -> dict[str, list[MetricSample]]:
         """Return the metrics of this moment."""
-        ranks = [Sample(seconds, {"rank": str(rank)}) for rank, seconds in self._ranks.behind().items()]
+        ranks = [MetricSample(seconds, {"rank": str(rank)}) for rank, seconds in self._ranks.behind().items()]
         now: dict[str, float | None] = {
             "halfstep_running": int(self._is_running),
             "halfstep_exit_code": self._code,
             "halfstep_heartbeat_timestamp_seconds": round(time.time(), 3),
-            "halfstep_disk_free_bytes": _free_bytes(self._ranks.folder),
+            "halfstep_disk_free_bytes": _read_free_bytes(self._ranks.folder),
         }
-        return {"halfstep_rank_behind": ranks, **{name: [Sample(value, {})] for name, value in now.items()}}
+        return {"halfstep_rank_behind": ranks, **{name: [MetricSample(value, {})] for name, value in now.items()}}
 
 
 class RankHeartbeats:
@@ -152,7 +154,7 @@ class RankHeartbeats:
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder, self.size = folder, size
-        self._seen: dict[int, tuple[StatusFile | None, float]] = {}
+        self._seen: dict[int, tuple[RankStatusRecord | None, float]] = {}
 
     def behind(self) -> dict[int, float]:
         """Read the files, and return the seconds since the last change of each rank but this one."""
@@ -165,14 +167,14 @@ class RankHeartbeats:
         return found
 
 
-def _free_bytes(folder: Path) -> int | None:
+def _read_free_bytes(folder: Path) -> int | None:
     try:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
 
 
-def _saved_before(start: Event) -> float:
+def _read_checkpoint_time(start: Event) -> float:
     """Return when the checkpoint that a run resumes from was saved; NaN if there is none."""
     name = (start.get("resumed") or {}).get("checkpoint")
     try:
@@ -221,43 +223,43 @@ _OF_STEPS = {
 _OF_SPEED = {name: name.removeprefix("halfstep_") for name in HELP if name.endswith(("_second", "_share", "_left"))}
 
 
-def _metrics(latest: Latest, saved_at: float) -> dict[str, list[Sample]]:
+def _collect_metric_samples(latest: LatestEvents, saved_at: float) -> dict[str, list[MetricSample]]:
     """Return the samples of each metric that events tell; values that are not known are None."""
     start, memory = latest.start, latest.speed.get("memory") or {}
     precision, versions = start.get("precision") or {}, start.get("versions") or {}
     facts = {"label": start.get("label"), "host": start.get("host"), "precision": precision.get("chosen")}
     facts |= {"device": (start.get("device") or {}).get("name"), "version": versions.get("halfstep")}
-    found = {"halfstep_info": [Sample(1, {name: str(value or "") for name, value in facts.items()})]}
-    found["halfstep_planned_attempts"] = [Sample(start.get("steps"), {})]
-    found |= {name: [Sample(latest.step.get(field), {})] for name, field in _OF_STEPS.items()}
-    found |= {name: [Sample(latest.speed.get(field), {})] for name, field in _OF_SPEED.items()}
-    found["halfstep_skipped_steps"] = [Sample(number, {"reason": why}) for why, number in latest.skipped.items()]
+    found = {"halfstep_info": [MetricSample(1, {name: str(value or "") for name, value in facts.items()})]}
+    found["halfstep_planned_attempts"] = [MetricSample(start.get("steps"), {})]
+    found |= {name: [MetricSample(latest.step.get(field), {})] for name, field in _OF_STEPS.items()}
+    found |= {name: [MetricSample(latest.speed.get(field), {})] for name, field in _OF_SPEED.items()}
+    found["halfstep_skipped_steps"] = [MetricSample(number, {"reason": why}) for why, number in latest.skipped.items()]
     validation = latest.epoch.get("val") or {}
-    found["halfstep_metric"] = [Sample(value, {"name": name}) for name, value in validation.items()]
+    found["halfstep_metric"] = [MetricSample(value, {"name": name}) for name, value in validation.items()]
     places = ((place.removesuffix("_bytes"), size) for place, size in memory.items())
-    found["halfstep_memory_bytes"] = [Sample(size, {"place": place}) for place, size in places]
+    found["halfstep_memory_bytes"] = [MetricSample(size, {"place": place}) for place, size in places]
     if latest.checkpoint is not None:
-        found["halfstep_last_save_attempt"] = [Sample(latest.checkpoint.attempt, {})]
+        found["halfstep_last_save_attempt"] = [MetricSample(latest.checkpoint.attempt, {})]
         known = saved_at if math.isfinite(saved_at) else None
-        found["halfstep_last_save_timestamp_seconds"] = [Sample(known, {})]
+        found["halfstep_last_save_timestamp_seconds"] = [MetricSample(known, {})]
     return found
 
 
-def _lines(metrics: Mapping[str, list[Sample]], shared: Mapping[str, str]) -> Iterator[str]:
+def _iterate_metric_lines(metrics: Mapping[str, list[MetricSample]], shared: Mapping[str, str]) -> Iterator[str]:
     for name, about in HELP.items():
         samples = [sample for sample in metrics.get(name, ()) if sample.value is not None]
         if samples:
             yield f"# HELP {name} {about}\n# TYPE {name} gauge\n"
         for sample in samples:
             pairs = ",".join(f'{key}="{_escape_label(value)}"' for key, value in {**shared, **sample.labels}.items())
-            yield f"{name}{{{pairs}}} {_number(sample.value)}\n"
+            yield f"{name}{{{pairs}}} {_format_sample_value(sample.value)}\n"
 
 
 def _escape_label(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _number(value: Any) -> str:
+def _format_sample_value(value: Any) -> str:
     number = to_float(value)
     if math.isfinite(number):
         return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)

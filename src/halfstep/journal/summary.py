@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfstep.draw.thinning import Point, Spans, Thinned
+from halfstep.draw.thinning import AttemptPoint, AttemptSpans, ThinnedCurve
 from halfstep.journal.events import (
     BAD_SAMPLE,
     END,
@@ -27,9 +27,9 @@ from halfstep.journal.events import (
     STEP,
     Event,
 )
-from halfstep.journal.jsonl import check_start_format, lines_backwards, read_event, saved_events
+from halfstep.journal.jsonl import check_start_format, iterate_lines_backwards, iterate_saved_events, parse_event
 from halfstep.journal.latest import CHECKPOINT
-from halfstep.journal.thinning import MOST_NAMES, ByName, Subsample, number
+from halfstep.journal.thinning import MOST_NAMES, Subsample, ValuesByName, parse_journal_number
 
 STEP_CURVES = ("loss", "lr", "loss_scale", "grad_norm")
 _SPEED_GROUPS, _EPOCH_GROUPS = ("memory", "gpu", "train_metrics", "meters"), ("train", "val")
@@ -46,7 +46,7 @@ _LARGEST_ATTEMPT = 2**53
 _SPAN = 4096
 
 
-class Skip(NamedTuple):
+class SkippedStep(NamedTuple):
     """A step that was not applied."""
 
     attempt: int
@@ -69,7 +69,7 @@ class EventAtStep(NamedTuple):
 class Summary:
     """What the journal of a run tells, in bounded space. Counts are of everything, lists are of a bounded sample."""
 
-    axis: Spans
+    axis: AttemptSpans
     lines: int = 0
     damaged: int = 0
     """Lines that are no events."""
@@ -91,19 +91,21 @@ class Summary:
     seconds: float = 0.0
     first_utc: str = ""
     last_utc: str = ""
-    steps: dict[str, Thinned] = field(default_factory=dict)
+    steps: dict[str, ThinnedCurve] = field(default_factory=dict)
     """Curves of every step: `loss`, `lr`, `loss_scale` and `grad_norm`."""
-    speeds: dict[str, Thinned] = field(default_factory=dict)
+    speeds: dict[str, ThinnedCurve] = field(default_factory=dict)
     """Curves of the machine, such as `samples_per_second`, `wait_share`, `memory.host_bytes` and `gpu.power_watts`."""
-    epochs: dict[str, Thinned] = field(default_factory=dict)
+    epochs: dict[str, ThinnedCurve] = field(default_factory=dict)
     """Curves of the epochs, such as `train.loss` and `val.top1`."""
-    headroom: dict[str, Point] = field(default_factory=dict)
+    headroom: dict[str, AttemptPoint] = field(default_factory=dict)
     """The least headroom in bits of each module that was metered."""
     _launches: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
     _guard: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
     _notes: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
     _bad_samples: Subsample[EventAtStep] = field(default_factory=lambda: Subsample(MOST_EVENTS))
-    _skips: ByName[Subsample[Skip]] = field(default_factory=lambda: ByName(lambda: Subsample(MOST_SKIPS)))
+    _skips: ValuesByName[Subsample[SkippedStep]] = field(
+        default_factory=lambda: ValuesByName(lambda: Subsample(MOST_SKIPS))
+    )
 
     @property
     def skipped(self) -> Counter[str]:
@@ -111,7 +113,7 @@ class Summary:
         return Counter({reason: sample.count for reason, sample in self._skips.values.items()})
 
     @property
-    def skips(self) -> list[Skip]:
+    def skips(self) -> list[SkippedStep]:
         """Return the skips that were kept, in the order of their attempts: all, or a sample for each reason."""
         return sorted(skip for sample in self._skips.values.values() for skip in sample.kept)
 
@@ -156,27 +158,27 @@ def summarize(path: Path) -> Summary:
 
     Raises OtherForm if another version of halfstep wrote it in another format, and OSError if it cannot be read.
     """
-    reading = _Reading(path)
-    for line in lines_backwards(path):
+    reading = _SummaryBuilder(path)
+    for line in iterate_lines_backwards(path):
         reading.add(line)
     return reading.done()
 
 
-def _attempt(event: Event) -> int:
+def _read_attempt(event: Event) -> int:
     """Return the attempt of a step; 0 if it is no valid one."""
     attempt = event.get("attempt")
     return attempt if type(attempt) is int and 0 < attempt < _LARGEST_ATTEMPT else 0
 
 
-class _Reading:
+class _SummaryBuilder:
     """The state of reading a journal from its end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         # The attempt of the first step in the files that are left of a journal; 1 without one.
-        attempts = (_attempt(event) for event in saved_events(path) if event["event"] == STEP)
+        attempts = (_read_attempt(event) for event in iterate_saved_events(path) if event["event"] == STEP)
         self._first: int = next((attempt for attempt in attempts if attempt), 1)
-        self._found = Summary(Spans.of(self._first, self._first))
+        self._found = Summary(AttemptSpans.of(self._first, self._first))
         self._lowest = _LARGEST_ATTEMPT
         """The lowest attempt that was read: what comes before it in the journal with a higher one was done again."""
         self._between: list[Event] = []
@@ -190,7 +192,7 @@ class _Reading:
     def add(self, line: bytes) -> None:
         """Add the line before those that were added."""
         self._found.lines += 1
-        event = read_event(line)
+        event = parse_event(line)
         kind = event["event"] if event is not None else None
         if event is None or not isinstance(kind, str):
             self._found.damaged += 1
@@ -227,8 +229,8 @@ class _Reading:
         self._place(0)
         self._flush()
         found = self._found
-        found.first_utc, found.last_utc = _utc(self._oldest), _utc(self._newest)
-        found.seconds = number(self._newest.get("time", 0.0))
+        found.first_utc, found.last_utc = _read_utc(self._oldest), _read_utc(self._newest)
+        found.seconds = parse_journal_number(self._newest.get("time", 0.0))
         return found
 
     def _start(self, event: Event) -> None:
@@ -245,7 +247,7 @@ class _Reading:
     def _step(self, event: Event) -> None:
         get, found = event.get, self._found
         attempt = get("attempt")
-        # As `_attempt`, without a call: a long journal has millions of these lines.
+        # As `_read_attempt`, without a call: a long journal has millions of these lines.
         if type(attempt) is not int or not 0 < attempt < _LARGEST_ATTEMPT:
             found.damaged += 1
             return
@@ -256,8 +258,8 @@ class _Reading:
             return
         if not found.attempts:
             found.last_attempt = attempt
-            found.axis = Spans.of(min(self._first, attempt), attempt)
-            found.steps = {name: Thinned(found.axis) for name in STEP_CURVES}
+            found.axis = AttemptSpans.of(min(self._first, attempt), attempt)
+            found.steps = {name: ThinnedCurve(found.axis) for name in STEP_CURVES}
         self._lowest = attempt
         found.attempts += 1
         if attempt < self._span_begin or len(self._rows) == _SPAN:
@@ -274,15 +276,19 @@ class _Reading:
         if self._rows:
             attempts, *columns = zip(*self._rows, strict=True)
             for curve, column in zip(self._found.steps.values(), columns, strict=True):
-                curve.add_span(attempts, [value if type(value) is float else number(value) for value in column])
+                curve.add_span(
+                    attempts, [value if type(value) is float else parse_journal_number(value) for value in column]
+                )
             self._rows.clear()
 
     def _skip(self, attempt: int, event: Event) -> None:
         reason = str(event.get("reason"))[:LONGEST_NAME]
         ids = event.get("ids")
         known = tuple(one for one in ids[:MOST_IDS] if type(one) is int) if isinstance(ids, list) else ()
-        loss, loss_scale, grad_norm = (number(event.get(name)) for name in ("loss", "loss_scale", "grad_norm"))
-        self._found._skips[reason].add(Skip(attempt, reason, loss, loss_scale, grad_norm, known))
+        loss, loss_scale, grad_norm = (
+            parse_journal_number(event.get(name)) for name in ("loss", "loss_scale", "grad_norm")
+        )
+        self._found._skips[reason].add(SkippedStep(attempt, reason, loss, loss_scale, grad_norm, known))
 
     def _place(self, attempt: int) -> None:
         """Add the events that came after an attempt, unless it was done again."""
@@ -313,11 +319,11 @@ class _Reading:
         elif kind == BAD_SAMPLE:
             found._bad_samples.add(EventAtStep(attempt, event))
 
-    def _curves(self, curves: dict[str, Thinned], attempt: int, event: Event, groups: tuple[str, ...]) -> None:
-        for name, value in _numbers(event, groups):
+    def _curves(self, curves: dict[str, ThinnedCurve], attempt: int, event: Event, groups: tuple[str, ...]) -> None:
+        for name, value in _iterate_event_numbers(event, groups):
             curve = curves.get(name)
             if curve is None and len(curves) < MOST_CURVES:
-                curve = curves[name] = Thinned(self._found.axis)
+                curve = curves[name] = ThinnedCurve(self._found.axis)
             if curve is not None:
                 curve.add(attempt, value)
 
@@ -325,24 +331,28 @@ class _Reading:
         meters = event.get("meters")
         if not isinstance(meters, dict) or not meters:
             return
-        module, bits, least = meters.get("headroom_module"), number(meters.get("headroom_bits")), self._found.headroom
+        module, bits, least = (
+            meters.get("headroom_module"),
+            parse_journal_number(meters.get("headroom_bits")),
+            self._found.headroom,
+        )
         if isinstance(module, str) and bits == bits:
             name = module[:LONGEST_NAME]
             if (name in least and bits < least[name].value) or (name not in least and len(least) < MOST_EVENTS):
-                least[name] = Point(attempt, bits)
+                least[name] = AttemptPoint(attempt, bits)
 
 
-def _utc(event: Event) -> str:
+def _read_utc(event: Event) -> str:
     return str(event.get("utc", ""))[:_LONGEST_UTC]
 
 
-def _numbers(event: Event, groups: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+def _iterate_event_numbers(event: Event, groups: tuple[str, ...]) -> Iterator[tuple[str, float]]:
     """Yield the numbers of an event by name, and those of its groups."""
     for key in ("samples_per_second", "wait_share", "seconds"):
         if key in event:
-            yield key, number(event[key])
+            yield key, parse_journal_number(event[key])
     for group in groups:
         inner = event.get(group)
         for key, value in inner.items() if isinstance(inner, dict) else ():
             if value is not None and not isinstance(value, bool | dict | list):
-                yield f"{group}.{key}"[:LONGEST_NAME], number(value)
+                yield f"{group}.{key}"[:LONGEST_NAME], parse_journal_number(value)

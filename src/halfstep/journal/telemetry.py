@@ -11,7 +11,7 @@ import torch
 from halfstep.errors import MissingExtra
 
 
-class Gpu:
+class GpuMeters:
     """The meters of one GPU; values that a board does not provide are None."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
@@ -38,34 +38,34 @@ class Gpu:
             return None
 
 
-def find_gpu(nvml: Any, properties: Any) -> Gpu | None:
+def find_gpu(nvml: Any, properties: Any) -> GpuMeters | None:
     """Return the GPU with torch's properties, or None."""
     # Matched by UUID or PCI bus, not by index: NVML also counts GPUs that CUDA_VISIBLE_DEVICES hides.
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return None
-    for look in (_handles_by_uuid, _find_by_bus):
+    for look in (_find_by_uuid, _find_by_bus):
         for handle in look(nvml, properties):
-            return Gpu(nvml, handle)
+            return GpuMeters(nvml, handle)
     return None
 
 
-def _handles_by_uuid(nvml: Any, properties: Any) -> list[Any]:
+def _find_by_uuid(nvml: Any, properties: Any) -> list[Any]:
     uuid = str(getattr(properties, "uuid", "") or "")
     # torch gives the UUID without a prefix, and NVML wants one; a MIG slice has its own.
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
-    return _handles(nvml, nvml.nvmlDeviceGetHandleByUUID, names if uuid else [])
+    return _list_nvml_handles(nvml, nvml.nvmlDeviceGetHandleByUUID, names if uuid else [])
 
 
 def _find_by_bus(nvml: Any, properties: Any) -> list[Any]:
     parts: list[Any] = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     if None in parts:
         return []
-    return _handles(nvml, nvml.nvmlDeviceGetHandleByPciBusId, ["{:08X}:{:02X}:{:02X}.0".format(*parts)])
+    return _list_nvml_handles(nvml, nvml.nvmlDeviceGetHandleByPciBusId, ["{:08X}:{:02X}:{:02X}.0".format(*parts)])
 
 
-def _handles(nvml: Any, find: Callable[[bytes], Any], names: list[str]) -> list[Any]:
+def _list_nvml_handles(nvml: Any, find: Callable[[bytes], Any], names: list[str]) -> list[Any]:
     found = []
     for name in names:
         try:
@@ -85,7 +85,7 @@ except ImportError as missing:
     ) from missing
 
 
-class Readings(TypedDict):
+class MeterReadings(TypedDict):
     """The machine's meters: bytes of memory, and the GPU's own meters where it has any."""
 
     memory: dict[str, int | None]
@@ -99,9 +99,9 @@ class Telemetry:
         self._process = psutil.Process()
         present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._device = device if present is not None and present.type == device.type else None
-        self._gpu = _gpu(self._device) if self._device is not None else None
+        self._gpu = _find_nvml_gpu(self._device) if self._device is not None else None
 
-    def read(self) -> Readings:
+    def read(self) -> MeterReadings:
         """Return the fields of a speed event."""
         host = device = peak = None
         with contextlib.suppress(psutil.Error, OSError):
@@ -115,7 +115,7 @@ class Telemetry:
         return {"memory": memory, "gpu": self._gpu.read() if self._gpu is not None else None}
 
 
-def _gpu(device: torch.device) -> Gpu | None:
+def _find_nvml_gpu(device: torch.device) -> GpuMeters | None:
     """Return NVML's view of a device; None for other vendors, and if NVML is not available."""
     if torch.version.cuda is None:
         return None

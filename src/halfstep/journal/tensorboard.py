@@ -9,7 +9,7 @@ from pathlib import Path
 from halfstep.errors import MissingExtra
 from halfstep.journal.events import SAVED, START, Event
 from halfstep.journal.latest import CHECKPOINT
-from halfstep.journal.trackers import EventScalars, PictureFile
+from halfstep.journal.trackers import PictureFile, ScalarConverter
 from halfstep.ownership import check_ownership
 
 try:
@@ -34,7 +34,7 @@ class TensorBoard:
         # from the second on.
         self._folder = folder.parent
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=(resumed_at or 0) + 1)
-        self._scalars = EventScalars()
+        self._scalars = ScalarConverter()
 
     def restore_event(self, event: Event) -> None:
         """Record an event of an earlier launch without writing it."""

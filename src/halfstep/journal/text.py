@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from halfstep import numbers
 from halfstep.journal.events import Event
-from halfstep.journal.latest import CheckpointName, Latest
-from halfstep.journal.trackers import LOOK, UPLOAD, tracker_hints
-from halfstep.precision.names import FP8, FP8_KINDS, policy_parts
-from halfstep.printable import in_line
+from halfstep.journal.latest import CheckpointName, LatestEvents
+from halfstep.journal.trackers import LOOK, UPLOAD, suggest_tracker_commands
+from halfstep.precision.names import FP8, FP8_KINDS, parse_policy_name
+from halfstep.printable import escape_to_one_line
 
 _NAMES = {
     "iou": "IoU",
@@ -44,7 +44,7 @@ class LineItem(NamedTuple):
     alarm: bool = False
 
 
-def fitted(text: str, encoding: str | None) -> str:
+def fit_encoding(text: str, encoding: str | None) -> str:
     """Return the text as an output can encode it; characters that it lacks become ASCII."""
     try:
         text.encode(encoding or "utf-8")
@@ -53,13 +53,13 @@ def fitted(text: str, encoding: str | None) -> str:
     return text
 
 
-def named(metric: str) -> str:
+def format_metric_name(metric: str) -> str:
     """Return the usual spelling of a metric."""
-    words = " ".join(_NAMES.get(word.lower(), word) for word in in_line(metric).split("_"))
+    words = " ".join(_NAMES.get(word.lower(), word) for word in escape_to_one_line(metric).split("_"))
     return words if words.startswith(tuple(_NAMES.values())) else words[:1].upper() + words[1:]
 
 
-def is_mixed(precision: str) -> bool:
+def is_mixed_precision(precision: str) -> bool:
     """Return whether a precision, or a policy, computes in fewer than 32 bits."""
     return bool(_list_narrow_formats(precision))
 
@@ -69,7 +69,7 @@ def _list_narrow_formats(precision: str) -> list[str]:
     # It loads torch, and those who only read a journal do without.
     from halfstep.formats import FORMATS, is_narrow
 
-    default, rules = policy_parts(precision)
+    default, rules = parse_policy_name(precision)
     known = FORMATS.get("bf16" if default in FP8_KINDS else default)
     dtype = None if known is None else known.dtype
     in_fp8 = any(name in FP8_KINDS for name in (default, *(rule.name for rule in rules)))
@@ -77,174 +77,181 @@ def _list_narrow_formats(precision: str) -> list[str]:
     return [*narrow, FP8] if in_fp8 else narrow
 
 
-def precision(start: Event) -> str:
+def describe_precision(start: Event) -> str:
     """Return the sentence on precision: the requested one and the chosen one."""
     asked, chosen = start["precision"]["asked"], start["precision"]["chosen"]
     found = {finding["id"] for finding in start.get("findings", ())}
-    ending = f", requested {in_line(asked)}" if str(asked) != chosen else ", as requested"
+    ending = f", requested {escape_to_one_line(asked)}" if str(asked) != chosen else ", as requested"
     ending += "; fallback on this device" if "precision.substituted" in found else ""
     ending += "; slow on this device" if "precision.slow" in found else ""
-    if not is_mixed(chosen):
+    if not is_mixed_precision(chosen):
         return f"Mixed precision training is off: {chosen}{ending}"
     return f"Mixed precision training: {chosen} ({' and '.join(_list_narrow_formats(chosen))}){ending}"
 
 
-def mark(start: Event, observed: float | None) -> str:
+def format_bar_label(start: Event, observed: float | None) -> str:
     """Return the label of a progress bar: the precision, and the share of the work that ran in it."""
     chosen = start["precision"]["chosen"]
-    seen = f", {numbers.share(observed)} observed" if observed is not None else ""
-    return f"mp: {'🚀' if is_mixed(chosen) else '📊'} {chosen}{seen}"
+    seen = f", {numbers.format_percent(observed)} observed" if observed is not None else ""
+    return f"mp: {'🚀' if is_mixed_precision(chosen) else '📊'} {chosen}{seen}"
 
 
-def batch(start: Event) -> str:
+def describe_batch_size(start: Event) -> str:
     """Return the batch size as a product: `4 × 2 devices × 2 micro-batches = 16 a step`."""
     sizes = start["batch"]
-    parts = [numbers.count(sizes["per_device"])]
+    parts = [numbers.format_count(sizes["per_device"])]
     if sizes["devices"] > 1:
         parts.append(f"{sizes['devices']} devices")
     if sizes["microbatches"] > 1:
         parts.append(f"{sizes['microbatches']} micro-batches")
-    total = f"{numbers.count(sizes['total'])} per step"
+    total = f"{numbers.format_count(sizes['total'])} per step"
     return f"{' × '.join(parts)} = {total}" if len(parts) > 1 else total
 
 
-def header(start: Event) -> list[tuple[str, str]]:
+def describe_run(start: Event) -> list[tuple[str, str]]:
     """Return the description of a run, as pairs of a label and a line."""
     parameters, versions, device = start["parameters"], start["versions"], start["device"]
     trained = (
         ""
         if parameters["trainable"] == parameters["total"]
-        else f", {numbers.abbreviated(parameters['trainable'])} trained"
+        else f", {numbers.format_short_count(parameters['trainable'])} trained"
     )
     place = f" ({device['place']})" if device["place"] else ""
-    length = f"{numbers.several(start['steps'], 'step')} (an epoch has {numbers.count(start['steps_per_epoch'])})"
+    length = (
+        f"{numbers.format_counted_noun(start['steps'], 'step')} (an epoch has "
+        f"{numbers.format_count(start['steps_per_epoch'])})"
+    )
     if start["epochs"]:
-        length = f"{numbers.several(start['epochs'], 'epoch')}, {length}"
+        length = f"{numbers.format_counted_noun(start['epochs'], 'epoch')}, {length}"
     rows = [
         ("device", f"{device['name']}{place}"),
-        ("batch", batch(start)),
-        ("samples", _samples(start)),
+        ("batch", describe_batch_size(start)),
+        ("samples", _describe_samples(start)),
         ("length", length),
-        ("parameters", f"{numbers.abbreviated(parameters['total'])}{trained}"),
+        ("parameters", f"{numbers.format_short_count(parameters['total'])}{trained}"),
         ("run folder", f"{start['dir']} (every setting is in its recipe.yaml)"),
         ("versions", " · ".join(f"{name} {number}" for name, number in versions.items())),
     ]
-    return [(word, in_line(line)) for word, line in rows]
+    return [(word, escape_to_one_line(line)) for word, line in rows]
 
 
-def recipe(start: Event) -> list[str]:
+def describe_recipe(start: Event) -> list[str]:
     """Return the resolved recipe, one line per section."""
     return [
-        in_line(f"{section}: {_content_text(content)}") for section, content in start["recipe"].items() if content != {}
+        escape_to_one_line(f"{section}: {_format_content(content)}")
+        for section, content in start["recipe"].items()
+        if content != {}
     ]
 
 
-def why(start: Event) -> list[str]:
+def explain_precision(start: Event) -> list[str]:
     """Return the reasons for the precision: translated settings, the choice, and why."""
     said = start["precision"]
     lines = [said.get("took"), said.get("summary"), *said.get("reasons", ())]
-    return list(dict.fromkeys(in_line(line) for line in lines if line))
+    return list(dict.fromkeys(escape_to_one_line(line) for line in lines if line))
 
 
-def remarks(start: Event) -> list[LineItem]:
+def list_start_remarks(start: Event) -> list[LineItem]:
     """Return the notes and findings at the start of a run."""
-    notes = [LineItem(in_line(note)) for note in start.get("notes", ())]
+    notes = [LineItem(escape_to_one_line(note)) for note in start.get("notes", ())]
     findings = [
-        LineItem(in_line(f"{f['severity']} {f['id']}: {f['evidence']} ({f['fix']})"), f["severity"] != "note")
+        LineItem(
+            escape_to_one_line(f"{f['severity']} {f['id']}: {f['evidence']} ({f['fix']})"), f["severity"] != "note"
+        )
         for f in start.get("findings", ())
     ]
     return notes + findings
 
 
-def steps_of_epoch(latest: Latest) -> int:
+def count_epoch_steps(latest: LatestEvents) -> int:
     """Return the steps of the present epoch, at whose end or before which the run ends."""
     start, step = latest.start, latest.step
     before = int(step["attempt"] - step["step_in_epoch"])
     return min(int(start["steps_per_epoch"]), int(start["steps"]) - before)
 
 
-def place(latest: Latest) -> str:
+def format_epoch_place(latest: LatestEvents) -> str:
     """Return the place in the run: `Epoch 3/100`."""
     epochs = latest.start.get("epochs")
     epoch = latest.step.get("epoch", 1)
     return f"Epoch {epoch}/{epochs}" if epochs else f"Epoch {epoch}"
 
 
-def skips(skipped: Mapping[str, int]) -> str:
+def describe_skips(skipped: Mapping[str, int]) -> str:
     """Return the skips by reason: `3 skipped (2 gradient_overflow, 1 loss_not_finite)`."""
     total = sum(skipped.values())
     reasons = ", ".join(
-        f"{numbers.count(n)} {in_line(reason)}" if len(skipped) > 1 else in_line(reason)
+        f"{numbers.format_count(n)} {escape_to_one_line(reason)}" if len(skipped) > 1 else escape_to_one_line(reason)
         for reason, n in skipped.items()
     )
-    return f"{numbers.count(total)} skipped ({reasons})" if total else "none skipped"
+    return f"{numbers.format_count(total)} skipped ({reasons})" if total else "none skipped"
 
 
-def gets_line(nth: int) -> bool:
+def is_skip_printed(nth: int) -> bool:
     """Return whether the nth skip of a reason gets a line."""
     return nth <= FIRST_SKIPS or nth % THEN_EVERY == 0
 
 
-def skip(step: Event, nth: int) -> str:
+def describe_skipped_step(step: Event, nth: int) -> str:
     """Return the line on one skipped step."""
-    attempt, loss = numbers.count(step["attempt"]), numbers.value(step["loss"])
-    text = f"skipped attempt {attempt}: {in_line(step['reason'])}, loss {loss}"
+    attempt, loss = numbers.format_count(step["attempt"]), numbers.format_metric_value(step["loss"])
+    text = f"skipped attempt {attempt}: {escape_to_one_line(step['reason'])}, loss {loss}"
     if step.get("loss_scale") not in (None, 1.0):
-        text += f", scale {numbers.scale(step['loss_scale'])}"
+        text += f", scale {numbers.format_loss_scale(step['loss_scale'])}"
     if step.get("quarantined"):
-        text += f"; quarantined samples {numbers.first_few(step['quarantined'])}"
+        text += f"; quarantined samples {numbers.format_first_items(step['quarantined'])}"
     elif step.get("ids") and step["reason"] != ORDINARY:
-        text += f"; samples {numbers.first_few(step['ids'])}"
+        text += f"; samples {numbers.format_first_items(step['ids'])}"
     return text + (f" (from here every {THEN_EVERY}th; all are in the journal)" if nth == FIRST_SKIPS else "")
 
 
-def guard(event: Event) -> list[str]:
+def describe_guard_event(event: Event) -> list[str]:
     """Return the lines of a guard event; those after the first are its evidence."""
-    first, *others = [in_line(line) for line in str(event["text"]).splitlines() if line.strip()] or [""]
+    first, *others = [escape_to_one_line(line) for line in str(event["text"]).splitlines() if line.strip()] or [""]
     return [f"guard: {first}", *(f"  {line.strip()}" for line in others)]
 
 
-def bad_sample(event: Event) -> str:
+def describe_bad_sample(event: Event) -> str:
     """Return the line on a sample that was replaced or left out."""
     instead = (
         f"sample {event['replacement']} replaces it"
         if event["replacement"] >= 0
         else "it is left out of the evaluation"
     )
-    return in_line(f"cannot use {event['name']}: {event['reason']}; {instead}")
+    return escape_to_one_line(f"cannot use {event['name']}: {event['reason']}; {instead}")
 
 
-def precision_check(event: Event) -> str:
+def describe_precision_check(event: Event) -> str:
     """Return the line on the precision that was observed in the first step."""
-    share = "" if event["share"] is None else f"{numbers.share(event['share'])} "
-    text = in_line(event["text"]) or f"{share}in {in_line(event['expected'])}"
+    share = "" if event["share"] is None else f"{numbers.format_percent(event['share'])} "
+    text = escape_to_one_line(event["text"]) or f"{share}in {escape_to_one_line(event['expected'])}"
     return f"✓ observed: {text}" if numbers.to_float(event["share"]) >= _MOST else f"observed: {text}"
 
 
-def saved(event: Event) -> str:
+def describe_saved_file(event: Event) -> str:
     """Return the line on a file that was written."""
-    return in_line(f"saved {event['kind']}: {event['file']}")
+    return escape_to_one_line(f"saved {event['kind']}: {event['file']}")
 
 
-def summary(event: Event, metric: str) -> list[str]:
+def format_epoch_summary(event: Event, metric: str) -> list[str]:
     """Return the summary of an epoch, as a table."""
     train, val = event["train"], event.get("val") or {}
     keys = [key for key in dict.fromkeys(["loss", metric, *train, *val]) if key in train or key in val]
     # If there is a mean, the numbers of the single classes are left to the journal.
-    rows = [(named(key), train.get(key), val.get(key)) for key in keys if not _is_part(key, keys)]
+    rows = [(format_metric_name(key), train.get(key), val.get(key)) for key in keys if not _is_class_metric(key, keys)]
     shown, width = rows[:MOST_ROWS], max((len(name) for name, _, _ in rows[:MOST_ROWS]), default=0)
     lines = [f"Epoch {event['epoch']} Summary:"]
-    lines += ["  " + " | ".join(_cells(row, width, bool(train), bool(val))).rstrip() for row in shown]
+    lines += ["  " + " | ".join(_format_summary_cells(row, width, bool(train), bool(val))).rstrip() for row in shown]
     if len(rows) > len(shown):
         lines.append(f"  and {len(rows) - len(shown)} more in the journal")
-    return [*lines, f"  {_closing(event)}"]
+    return [*lines, f"  {_describe_epoch_end(event)}"]
 
 
-def _content_text(content: Any) -> str:
+def _format_content(content: Any) -> str:
     if isinstance(content, Mapping):
-        return ", ".join(f"{key} {_content_text(value)}" for key, value in content.items())
+        return ", ".join(f"{key} {_format_content(value)}" for key, value in content.items())
     if isinstance(content, list):
-        return f"[{', '.join(_content_text(value) for value in content)}]"
+        return f"[{', '.join(_format_content(value) for value in content)}]"
     if isinstance(content, float):
         return f"{content:g}"
     if isinstance(content, bool):
@@ -252,52 +259,52 @@ def _content_text(content: Any) -> str:
     return "null" if content is None else str(content)
 
 
-def _is_part(key: str, keys: Collection[str]) -> bool:
+def _is_class_metric(key: str, keys: Collection[str]) -> bool:
     whole, _, part = key.partition("_")
     return bool(part) and whole in keys
 
 
-def _samples(start: Event) -> str:
+def _describe_samples(start: Event) -> str:
     samples = start["samples"]
     again = (
-        f" ({numbers.count(start['repeated_samples'])} repeated to fill the last step)"
+        f" ({numbers.format_count(start['repeated_samples'])} repeated to fill the last step)"
         if start.get("repeated_samples")
         else ""
     )
-    val = f"{numbers.count(samples['val'])} val" if samples.get("val") else "no val"
-    return f"{numbers.count(samples['train'])} train{again} · {val}"
+    val = f"{numbers.format_count(samples['val'])} val" if samples.get("val") else "no val"
+    return f"{numbers.format_count(samples['train'])} train{again} · {val}"
 
 
-def _cells(row: tuple[str, Any, Any], width: int, has_train: bool, has_val: bool) -> list[str]:
+def _format_summary_cells(row: tuple[str, Any, Any], width: int, has_train: bool, has_val: bool) -> list[str]:
     name, train, val = row
     label = f"{name}:".ljust(width + 1)
     columns = [("Train", train, has_train), ("Val", val, has_val)]
     return [
-        f"{which} {label} {numbers.value(number)}" if number is not None else f"{which} {label} -     "
+        f"{which} {label} {numbers.format_metric_value(number)}" if number is not None else f"{which} {label} -     "
         for which, number, present in columns
         if present
     ]
 
 
-def throughput(event: Event) -> str:
+def describe_throughput(event: Event) -> str:
     """Return the throughput in the unit of the task."""
     tokens = event.get("tokens_per_second")
     if tokens is not None:
-        return f"{numbers.speed(tokens)} tokens/s"
-    return f"{numbers.speed(event['samples_per_second'])} img/s"
+        return f"{numbers.format_speed(tokens)} tokens/s"
+    return f"{numbers.format_speed(event['samples_per_second'])} img/s"
 
 
-def _closing(event: Event) -> str:
+def _describe_epoch_end(event: Event) -> str:
     best = event.get("best") or {}
     parts = []
     if event.get("is_best"):
         parts.append("best so far")
     elif best.get("value") is not None:
-        parts.append(f"best {numbers.value(best['value'])} in epoch {best['epoch']}")
-    parts += [numbers.duration(event["seconds"]), throughput(event)]
-    parts.append(f"lr {numbers.rate(event['lr'])}")
+        parts.append(f"best {numbers.format_metric_value(best['value'])} in epoch {best['epoch']}")
+    parts += [numbers.format_duration(event["seconds"]), describe_throughput(event)]
+    parts.append(f"lr {numbers.format_learning_rate(event['lr'])}")
     if any((event.get("skipped") or {}).values()):
-        parts.append(skips(event["skipped"]))
+        parts.append(describe_skips(event["skipped"]))
     return " · ".join(parts)
 
 
@@ -319,30 +326,33 @@ TO_TYPE = ("do:", LOOK, UPLOAD)
 _KEPT = ("best", "last", "curves")
 
 
-def ending(event: Event, latest: Latest) -> list[str]:
+def describe_ending(event: Event, latest: LatestEvents) -> list[str]:
     """Return the last lines of a run; the first one is the summary."""
-    reason = _ENDINGS.get(event["reason"], in_line(event["reason"]))
-    applied, skipped = numbers.several(event["steps"], "step"), skips(event.get("skipped") or {})
-    lines = [f"{reason} after {numbers.duration(event['seconds'])}: {applied} applied, {skipped}"]
+    reason = _ENDINGS.get(event["reason"], escape_to_one_line(event["reason"]))
+    applied, skipped = numbers.format_counted_noun(event["steps"], "step"), describe_skips(event.get("skipped") or {})
+    lines = [f"{reason} after {numbers.format_duration(event['seconds'])}: {applied} applied, {skipped}"]
     if event.get("error"):
         lines += _indent_lines(event["error"])
-    lines += [in_line(f"  remedy of the guard: {remedy}") for remedy in event.get("remedies") or ()]
+    lines += [escape_to_one_line(f"  remedy of the guard: {remedy}") for remedy in event.get("remedies") or ()]
     if event["reason"] in _UNFINISHED:
-        lines.append(f"  {_resume_advice(event, latest)}")
+        lines.append(f"  {_advise_resuming(event, latest)}")
     elif latest.checkpoint is not None and event["reason"] != GAVE_UP:
         lines.append(f"  last checkpoint: {_name_checkpoint(latest.checkpoint)}")
     best = event.get("best") or {}
     if best.get("value") is not None:
-        lines.append(f"  best {named(best['metric'])}: {numbers.value(best['value'])}, in epoch {best['epoch']}")
+        lines.append(
+            f"  best {format_metric_name(best['metric'])}: {numbers.format_metric_value(best['value'])}, in epoch "
+            f"{best['epoch']}"
+        )
     folder = latest.start.get("dir", "")
     kept = {what: file for what, file in latest.saved.items() if what in _KEPT}
-    lines += [in_line(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
-    lines += [in_line(f"  {line}") for line in tracker_hints(latest.start)]
+    lines += [escape_to_one_line(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
+    lines += [escape_to_one_line(f"  {line}") for line in suggest_tracker_commands(latest.start)]
     if folder and event["reason"] in _DONE:
         run = shlex.quote(folder)
         folder_of_images = "" if latest.start.get("generates") else " FOLDER"
         commands = (f"report {run}", f"evaluate {run}", f"predict {run}{folder_of_images}", f"export {run}")
-        lines += [in_line(f"  {NEXT} halfstep {command}") for command in commands]
+        lines += [escape_to_one_line(f"  {NEXT} halfstep {command}") for command in commands]
     return (
         lines
         + _indent_lines(event.get("checkpoint_note"))
@@ -352,21 +362,24 @@ def ending(event: Event, latest: Latest) -> list[str]:
 
 def _indent_lines(text: str | None) -> list[str]:
     """Return printable lines, indented."""
-    return [f"  {in_line(line)}" for line in (text or "").splitlines() if line.strip()]
+    return [f"  {escape_to_one_line(line)}" for line in (text or "").splitlines() if line.strip()]
 
 
-def _resume_advice(event: Event, latest: Latest) -> str:
+def _advise_resuming(event: Event, latest: LatestEvents) -> str:
     signal = event.get("signal")
     if event.get("checkpoint"):
-        by = f"stopped by {signal} {_place(latest)}: " if signal else ""
-        return in_line(f"{by}saved as {event['checkpoint']}; {_restart_advice(latest)}")
-    by = f"stopped by {signal} {_place(latest)} without saving: " if signal else ""
+        by = f"stopped by {signal} {_describe_step_place(latest)}: " if signal else ""
+        return escape_to_one_line(f"{by}saved as {event['checkpoint']}; {_advise_restarting(latest)}")
+    by = f"stopped by {signal} {_describe_step_place(latest)} without saving: " if signal else ""
     if latest.checkpoint is None:
-        return in_line(f"{by}no checkpoint was written yet: the same command starts again from step 0")
-    return f"{in_line(f'{by}{_restart_advice(latest)}')} from checkpoint {_name_checkpoint(latest.checkpoint)}"
+        return escape_to_one_line(f"{by}no checkpoint was written yet: the same command starts again from step 0")
+    return (
+        f"{escape_to_one_line(f'{by}{_advise_restarting(latest)}')} from checkpoint "
+        f"{_name_checkpoint(latest.checkpoint)}"
+    )
 
 
-def _restart_advice(latest: Latest) -> str:
+def _advise_restarting(latest: LatestEvents) -> str:
     """Return how to continue the run; the same command with --new would start another one."""
     if "--new" in str(latest.start.get("command", "")).split():
         folder = shlex.quote(f"run.dir={latest.start.get('dir', '')}")
@@ -375,13 +388,13 @@ def _restart_advice(latest: Latest) -> str:
 
 
 def _name_checkpoint(checkpoint: CheckpointName) -> str:
-    return f"{in_line(checkpoint.name)} (step {numbers.count(checkpoint.attempt)})"
+    return f"{escape_to_one_line(checkpoint.name)} (step {numbers.format_count(checkpoint.attempt)})"
 
 
-def _place(latest: Latest) -> str:
+def _describe_step_place(latest: LatestEvents) -> str:
     steps = latest.start.get("steps")
-    of = f" of {numbers.count(steps)}" if steps else ""
-    return f"at step {numbers.count(latest.attempt)}{of}"
+    of = f" of {numbers.format_count(steps)}" if steps else ""
+    return f"at step {numbers.format_count(latest.attempt)}{of}"
 
 
 MOST_LINES = 20
@@ -390,7 +403,7 @@ LITTLE = 0.01
 """The share of the highest learning rate below which an extended run hardly learns."""
 
 
-def resumed(start: Event) -> list[LineItem]:
+def describe_resume(start: Event) -> list[LineItem]:
     """Return the lines after the title; none for a run that is started for the first time."""
     said = start.get("resumed")
     if not said:
@@ -402,9 +415,9 @@ def resumed(start: Event) -> list[LineItem]:
             or [f"the {kind} was changed" for kind in said.get("accepted") or ()]
             or ["exactness is unknown"]
         )
-        lines += _first_lines("APPROXIMATE because ", reasons, alarm=True)
-    lines += _first_lines("accepted change: ", said.get("changed") or (), alarm=False)
-    return lines + _first_lines("rejected checkpoint ", said.get("rejected_checkpoints") or (), alarm=True)
+        lines += _limit_lines("APPROXIMATE because ", reasons, alarm=True)
+    lines += _limit_lines("accepted change: ", said.get("changed") or (), alarm=False)
+    return lines + _limit_lines("rejected checkpoint ", said.get("rejected_checkpoints") or (), alarm=True)
 
 
 def is_resumed(start: Event) -> bool:
@@ -415,11 +428,13 @@ def is_resumed(start: Event) -> bool:
 def _describe_place(said: dict[str, Any], start: Event) -> LineItem:
     if not said.get("checkpoint"):
         return LineItem("started again from step 0: the run ended before its first checkpoint")
-    at, end = numbers.count(said["attempt"]), numbers.count(start["steps"])
+    at, end = numbers.format_count(said["attempt"]), numbers.format_count(start["steps"])
     rest = f"from checkpoint {said['checkpoint']}{_describe_repeated(said.get('repeated_steps'))}"
     if said["attempt"] > start["steps"]:
-        return LineItem(in_line(f"resumed at step {at} {rest}: the run is already beyond its new end, step {end}"))
-    return LineItem(in_line(f"resumed at step {at} of {end} {rest}"))
+        return LineItem(
+            escape_to_one_line(f"resumed at step {at} {rest}: the run is already beyond its new end, step {end}")
+        )
+    return LineItem(escape_to_one_line(f"resumed at step {at} of {end} {rest}"))
 
 
 def _describe_extension(said: Mapping[str, Any] | None) -> list[LineItem]:
@@ -427,11 +442,21 @@ def _describe_extension(said: Mapping[str, Any] | None) -> list[LineItem]:
     if not said:
         return []
     epochs = f" ({said['epochs']} epochs)" if said.get("epochs") else ""
-    lines = [LineItem(f"extended from step {numbers.count(said['from'])} to step {numbers.count(said['to'])}{epochs}")]
+    lines = [
+        LineItem(
+            f"extended from step {numbers.format_count(said['from'])} to step "
+            f"{numbers.format_count(said['to'])}{epochs}"
+        )
+    ]
     lr, highest = numbers.to_float(said["lr"]), numbers.to_float(said["peak_lr"])
     if said.get("rewarm"):
-        return [*lines, LineItem(f"learning rate: a new warm-up to {numbers.rate(highest)} and a new decay from there")]
-    lines.append(LineItem(f"learning rate: stays at its last value, {numbers.rate(lr)}"))
+        return [
+            *lines,
+            LineItem(
+                f"learning rate: a new warm-up to {numbers.format_learning_rate(highest)} and a new decay from there"
+            ),
+        ]
+    lines.append(LineItem(f"learning rate: stays at its last value, {numbers.format_learning_rate(lr)}"))
     if lr < LITTLE * highest:
         share = f"{lr / highest:.2g} of its maximum, too low to learn much"
         lines.append(LineItem(f"that is {share}: for a new warm-up and decay, stop and add --rewarm", alarm=True))
@@ -441,10 +466,10 @@ def _describe_extension(said: Mapping[str, Any] | None) -> list[LineItem]:
 def _describe_repeated(repeated: int | None) -> str:
     if not repeated:
         return ""
-    return f" ({numbers.count(repeated)} steps are repeated)" if repeated > 1 else " (1 step is repeated)"
+    return f" ({numbers.format_count(repeated)} steps are repeated)" if repeated > 1 else " (1 step is repeated)"
 
 
-def _first_lines(word: str, lines: Iterable[Any], alarm: bool) -> list[LineItem]:
-    every = [LineItem(in_line(f"{word}{line}"), alarm) for line in lines]
+def _limit_lines(word: str, lines: Iterable[Any], alarm: bool) -> list[LineItem]:
+    every = [LineItem(escape_to_one_line(f"{word}{line}"), alarm) for line in lines]
     more = len(every) - MOST_LINES
     return [*every[:MOST_LINES], LineItem(f"{word}{more} more, which are in the journal", alarm)] if more > 0 else every

@@ -15,7 +15,7 @@ WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """The words of the journal for numbers that JSON has no sign for."""
 
 
-def number(value: object) -> float:
+def parse_journal_number(value: object) -> float:
     """Return a number of the journal, which may be a word; NaN for anything else, such as a missing field."""
     if type(value) is float:
         return value
@@ -52,7 +52,7 @@ class Subsample(Generic[T]):
         return self._kept if is_last_kept else [*self._kept, self._last]  # type: ignore[list-item]
 
 
-class ByName(Generic[T]):
+class ValuesByName(Generic[T]):
     """Values by name, at most `MOST_NAMES` of them; further names share the one of `OTHER`."""
 
     def __init__(self, make: Callable[[], T]) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from halfstep.files import read_json
 from halfstep.journal.events import EPOCH, SAVED, SPEED, Event
-from halfstep.journal.latest import Latest
+from halfstep.journal.latest import LatestEvents
 from halfstep.numbers import to_float
 
 MLFLOW_FILE = "mlflow.json"
@@ -20,7 +20,7 @@ WANDB, OFFLINE = "wandb", "offline-run-"
 """The folder that W&B creates in the run's folder, and the prefix of runs that wait for `wandb sync`."""
 
 
-def tracker_hints(start: Event) -> list[str]:
+def suggest_tracker_commands(start: Event) -> list[str]:
     """Return the lines for the tracker in the recipe, if it recorded anything."""
     tracker, folder = ((start.get("recipe") or {}).get("run") or {}).get("tracker"), Path(start.get("dir", ""))
     if tracker == "tensorboard" and (folder / "tensorboard").is_dir():
@@ -44,7 +44,7 @@ PICTURE = "picture"
 """The `kind` of a `saved` event for a picture."""
 
 
-class Scalars(NamedTuple):
+class TrackerScalars(NamedTuple):
     """Numbers by name, and the attempt that they belong to."""
 
     attempt: int
@@ -64,28 +64,32 @@ class PictureFile(NamedTuple):
         return self.file.rpartition("/")[0] or PICTURE
 
 
-class EventScalars:
+class ScalarConverter:
     """A converter from events to scalars.
 
     Steps are sampled at the rate of the log, since trackers are slower than steps.
     """
 
     def __init__(self) -> None:
-        self._latest = Latest()
+        self._latest = LatestEvents()
         self._last_reported = 0
 
-    def on_event(self, event: Event) -> Scalars | None:
+    def on_event(self, event: Event) -> TrackerScalars | None:
         """Record an event, and return its scalars or None."""
         self._latest.on_event(event)
         kind = event["event"]
         if kind == SPEED:
-            values = self._step() | _speed(event)
+            values = self._step() | _collect_speed_scalars(event)
         elif kind == EPOCH:
-            values = self._step() | _each("train_epoch", event["train"]) | _each("val", event.get("val") or {})
+            values = (
+                self._step()
+                | _prefix_scalars("train_epoch", event["train"])
+                | _prefix_scalars("val", event.get("val") or {})
+            )
         else:
             return None
         self._last_reported = self._latest.attempt
-        return Scalars(self._last_reported, values)
+        return TrackerScalars(self._last_reported, values)
 
     def picture(self, event: Event) -> PictureFile | None:
         """Return the picture of an event that was recorded before, or None."""
@@ -99,17 +103,17 @@ class EventScalars:
         if not step or step["attempt"] == self._last_reported:
             return {}
         chosen = {name: step.get(name) for name in ("loss", "lr", "loss_scale", "grad_norm")}
-        return _each("train", {**chosen, "skipped": sum(self._latest.skipped.values())})
+        return _prefix_scalars("train", {**chosen, "skipped": sum(self._latest.skipped.values())})
 
 
-def _speed(event: Event) -> dict[str, float]:
+def _collect_speed_scalars(event: Event) -> dict[str, float]:
     known = {name: event.get(name) for name in ("samples_per_second", "wait_share")}
     return (
-        _each("speed", {**known, **(event.get("memory") or {})})
-        | _each("gpu", event.get("gpu") or {})
-        | _each("train", event.get("train_metrics") or {})
+        _prefix_scalars("speed", {**known, **(event.get("memory") or {})})
+        | _prefix_scalars("gpu", event.get("gpu") or {})
+        | _prefix_scalars("train", event.get("train_metrics") or {})
     )
 
 
-def _each(group: str, values: dict[str, object]) -> dict[str, float]:
+def _prefix_scalars(group: str, values: dict[str, object]) -> dict[str, float]:
     return {f"{group}/{name}": to_float(value) for name, value in values.items() if value is not None}

@@ -8,7 +8,7 @@ from typing import Any
 
 from halfstep.errors import MissingExtra
 from halfstep.journal.events import START, Event
-from halfstep.journal.trackers import EventScalars
+from halfstep.journal.trackers import ScalarConverter
 
 try:
     # The names, not the module: a `wandb` folder that earlier runs left behind can be imported too, but is empty.
@@ -28,7 +28,7 @@ class WeightsAndBiases:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._scalars = EventScalars()
+        self._scalars = ScalarConverter()
         self._run: Any = None
 
     def on_event(self, event: Event) -> None:
@@ -42,9 +42,9 @@ class WeightsAndBiases:
                 group=self._folder.name,
                 dir=str(self._folder),
                 config=event["recipe"],
-                mode=mode(),
+                mode=choose_wandb_mode(),
                 # Offline, halfstep prints how to sync; online, only W&B knows the run's address.
-                settings=Settings(silent=mode() == OFFLINE_MODE),
+                settings=Settings(silent=choose_wandb_mode() == OFFLINE_MODE),
             )
         elif scalars is not None and self._run is not None:
             self._run.log(scalars.values, step=scalars.attempt)
@@ -62,6 +62,6 @@ class WeightsAndBiases:
             self._run = None
 
 
-def mode() -> str:
+def choose_wandb_mode() -> str:
     """Return the W&B mode: WANDB_MODE if set, else online with WANDB_API_KEY, else offline."""
     return os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else OFFLINE_MODE)

@@ -12,19 +12,19 @@ from torch.utils import _pytree as pytree
 
 from halfstep.data.to_device import move_to_device
 from halfstep.errors import WrongUse
-from halfstep.observe.reachable import leaves
+from halfstep.observe.reachable import iterate_tensor_leaves
 
 
-def tensors(batch: Any) -> list[Tensor]:
+def list_tensors(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, in order."""
-    return [tensor for leaf in pytree.tree_leaves(batch) for _, tensor in leaves(leaf)]
+    return [tensor for leaf in pytree.tree_leaves(batch) for _, tensor in iterate_tensor_leaves(leaf)]
 
 
-def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the batch with its tensors changed; objects of a class that hold some are copied if they can be."""
 
     def changed(leaf: Any) -> Any:
-        held = {id(tensor): change(tensor) for _, tensor in leaves(leaf)}
+        held = {id(tensor): change(tensor) for _, tensor in iterate_tensor_leaves(leaf)}
         if isinstance(leaf, Tensor):
             return held[id(leaf)]
         try:
@@ -36,19 +36,19 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return pytree.tree_map(changed, batch)
 
 
-def bytes_of(held: Iterable[Tensor]) -> int:
+def sum_storage_bytes(held: Iterable[Tensor]) -> int:
     """Return the total bytes of the given tensors; storage shared by several of them counts once."""
     # Storages are compared by `_cdata`: fake tensors have no data_ptr().
     storages = [tensor.untyped_storage() for tensor in held]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def size_of(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """Return the number of samples: the first dimension of the first tensor that has one.
 
     Raises `WrongUse` for a batch of 0 samples, and for one without a tensor that has a dimension.
     """
-    for tensor in tensors(batch):
+    for tensor in list_tensors(batch):
         if tensor.dim() and not tensor.shape[0]:
             raise WrongUse(
                 f"a batch of 0 samples: its first tensor is of shape {tuple(tensor.shape)}",
@@ -64,20 +64,20 @@ def size_of(batch: Any) -> int:
     )
 
 
-def taken_as_samples(batch: Any) -> list[str]:
-    """Return the names and shapes of the tensors that `resized` changes: those as long as the first one."""
-    size = size_of(batch)
+def describe_sample_tensors(batch: Any) -> list[str]:
+    """Return the names and shapes of the tensors that `resize_batch` changes: those as long as the first one."""
+    size = count_samples(batch)
     found = [
         (pytree.keystr(path) + end, t)
         for path, leaf in pytree.tree_flatten_with_path(batch)[0]
-        for end, t in leaves(leaf)
+        for end, t in iterate_tensor_leaves(leaf)
     ]
     return [f"batch{path} {tuple(each.shape)}" for path, each in found if each.dim() and each.shape[0] == size]
 
 
-def resized(batch: Any, size: int) -> Any:
+def resize_batch(batch: Any, size: int) -> Any:
     """Return the batch with `size` samples: the first ones, or all of them repeated. Other tensors are unchanged."""
-    now = size_of(batch)
+    now = count_samples(batch)
     if now == size:
         return batch
 
@@ -88,9 +88,9 @@ def resized(batch: Any, size: int) -> Any:
         # Real samples are repeated: made-up values might be invalid as labels or indices.
         return tensor[torch.arange(size, device=tensor.device) % now]
 
-    return mapped(batch, taken)
+    return map_tensors(batch, taken)
 
 
-def placed(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
+def move_batch(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
     """Return the batch on `device`, with images in channels_last layout if `channels_last`."""
-    return mapped(batch, lambda tensor: move_to_device(tensor, device, channels_last))
+    return map_tensors(batch, lambda tensor: move_to_device(tensor, device, channels_last))

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.data.to_device import placed
+from halfstep.data.to_device import move_model_to_device
 from halfstep.formats import BF16, FP32
-from halfstep.measure.batches import bytes_of, resized, size_of, tensors
-from halfstep.measure.batches import placed as placed_batch
+from halfstep.measure.batches import count_samples, list_tensors, resize_batch, sum_storage_bytes
+from halfstep.measure.batches import move_batch as placed_batch
 from halfstep.measure.case import SEED, Case, resolve_precision
-from halfstep.measure.conditions import conditions
+from halfstep.measure.conditions import collect_conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Stopwatch
-from halfstep.measure.worker_process import OpenedCandidate, TimedUpdate
-from halfstep.precision.converted import converted_layers
-from halfstep.precision.hardware import describe
+from halfstep.measure.worker_process import CandidateInfo, TimedUpdate
+from halfstep.precision.converted import find_converted_layers
+from halfstep.precision.hardware import describe_device
 from halfstep.step.report import StepReport
-from halfstep.step.step_inputs import generator_states, set_generator_states
+from halfstep.step.step_inputs import collect_generator_states, set_generator_states
 from halfstep.step.stepper import Stepper
 from halfstep.step.window import Window
 from halfstep.train.activation_checkpointing import checkpoint_activations
@@ -42,17 +42,17 @@ class Candidate:
         self, case: Case, setting: StepSetting, device: torch.device | str | None = None, *, observe: bool = True
     ) -> None:
         self.setting = setting
-        self.device = torch.device(describe(device).place)
+        self.device = torch.device(describe_device(device).place)
         # A copy, because the model is the user's, and all candidates start from the same weights.
-        self.model = placed(copy.deepcopy(case.model), self.device, setting.channels_last)
+        self.model = move_model_to_device(copy.deepcopy(case.model), self.device, setting.channels_last)
         if setting.recompute:
             checkpoint_activations(self.model)
         # Dynamo's counters belong to the process: only the difference is this candidate's.
-        self._graphs_before = _graphs()
+        self._graphs_before = _count_compiled_graphs()
         if setting.compile:
             self.model.compile()
         batch = placed_batch(case.batch, self.device, setting.channels_last)
-        self.batch = resized(batch, setting.batch or size_of(batch))
+        self.batch = resize_batch(batch, setting.batch or count_samples(batch))
         self.loss_fn = case.loss_fn
         stored = setting.weight_format
         if stored != FP32.name and resolve_precision(setting.precision, self.device).narrow is not BF16.dtype:
@@ -73,22 +73,22 @@ class Candidate:
         """Losses of the updates so far: of those applied, and of those skipped with a non-finite loss."""
 
     @property
-    def opened(self) -> OpenedCandidate:
+    def opened(self) -> CandidateInfo:
         """Return the conditions of its device and the samples of an update."""
-        found = conditions(self.device)
-        if converted := converted_layers(self.model):
+        found = collect_conditions(self.device)
+        if converted := find_converted_layers(self.model):
             found["precision"] = {"converted": converted}
         return {"conditions": found, "samples": self.samples}
 
     @property
     def graphs(self) -> int:
         """Return the graphs compiled since construction; 0 means that torch.compile silently skipped the model."""
-        return _graphs() - self._graphs_before
+        return _count_compiled_graphs() - self._graphs_before
 
     @property
     def samples(self) -> int:
         """Return the number of samples in one update."""
-        return size_of(self.batch) * self.setting.microbatches
+        return count_samples(self.batch) * self.setting.microbatches
 
     def step(self) -> StepReport:
         """Take one update with the caller's random number generators."""
@@ -115,12 +115,12 @@ class Candidate:
 
         All candidates draw the same random numbers, regardless of the order in which they are timed.
         """
-        before = generator_states(self.device)
+        before = collect_generator_states(self.device)
         set_generator_states(self._generators, self.device)
         try:
             yield
         finally:
-            self._generators = generator_states(self.device)
+            self._generators = collect_generator_states(self.device)
             set_generator_states(before, self.device)
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class Candidate:
             parameter.mul_(1 + share * noise.to(parameter))
 
 
-def _graphs() -> int:
+def _count_compiled_graphs() -> int:
     dynamo = sys.modules.get("torch._dynamo.utils")  # a module that was never imported has compiled nothing
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
@@ -143,37 +143,37 @@ _ALLOCATION = "[memory]"  # Kineto's name for allocation events
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device, held: Iterable[Tensor]) -> int:
+def measure_peak_bytes(call: Callable[[], object], device: torch.device, held: Iterable[Tensor]) -> int:
     """Return the peak bytes of tensors during `call`, including the tensors in `held`, which exist throughout."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         call()
         torch.accelerator.synchronize(device)
         return int(torch.accelerator.max_memory_allocated(device))
-    before = bytes_of(held)
+    before = sum_storage_bytes(held)
     # The CPU allocator keeps no peak statistics, so the profiler's allocation events are summed instead.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
-    return before + _highest(recorded)
+    return before + _compute_allocation_peak(recorded)
 
 
-def peak_of(candidate: Candidate) -> int:
+def measure_update_peak(candidate: Candidate) -> int:
     """Return the peak bytes of one update, measured after a first update that creates the optimizer state."""
     candidate.step()
     optimizers = candidate.stepper.optimizers.values()
-    held: list[Any] = [*candidate.model.parameters(), *candidate.model.buffers(), *tensors(candidate.batch)]
-    held += [tensor for optimizer in optimizers for tensor in tensors(list(optimizer.state.values()))]
-    return peak_bytes(candidate.step, candidate.device, held)
+    held: list[Any] = [*candidate.model.parameters(), *candidate.model.buffers(), *list_tensors(candidate.batch)]
+    held += [tensor for optimizer in optimizers for tensor in list_tensors(list(optimizer.state.values()))]
+    return measure_peak_bytes(candidate.step, candidate.device, held)
 
 
-def timed_update(candidate: Candidate) -> TimedUpdate:
+def take_timed_update(candidate: Candidate) -> TimedUpdate:
     """Take one more update and time it."""
     reports: list[StepReport] = []
     seconds = Stopwatch(candidate.device).seconds(lambda: reports.append(candidate.step()))
     return TimedUpdate(seconds, reports[0].loss, reports[0].reason)
 
 
-def _highest(recorded: Any) -> int:
+def _compute_allocation_peak(recorded: Any) -> int:
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == _ALLOCATION]
     now = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

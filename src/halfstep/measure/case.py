@@ -16,8 +16,8 @@ from halfstep.errors import WrongUse
 from halfstep.measure.assumption import Assumption
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.hardware import Device
-from halfstep.precision.names import AMP, AUTO, policy_parts, read_precision
-from halfstep.precision.precision import PRECISIONS, Precision, precision_named
+from halfstep.precision.names import AMP, AUTO, parse_policy_name, parse_precision
+from halfstep.precision.precision import PRECISIONS, Precision, resolve_precision_name
 from halfstep.precision.select import choose_precision
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -73,7 +73,7 @@ class Case:
         return self.setting.precision if self.is_recipe else AUTO
 
 
-def case_of(model: nn.Module, loss_fn: LossFunction, batch: Any, *, name: str = "model") -> Case:
+def build_case(model: nn.Module, loss_fn: LossFunction, batch: Any, *, name: str = "model") -> Case:
     """Return a case made of the user's own objects.
 
     With a DataLoader as `batch`, the first batch is measured and the loader is the data source. Raises `WrongUse` if
@@ -89,11 +89,11 @@ def case_of(model: nn.Module, loss_fn: LossFunction, batch: Any, *, name: str = 
                 allowed="one batch or more",
                 do="check its dataset, its batch_size and its drop_last",
             )
-        return trainable(Case(name, model, loss_fn, first, data=partial(_data_of, batch)))
-    return trainable(Case(name, model, loss_fn, batch))
+        return check_case_trainable(Case(name, model, loss_fn, first, data=partial(_build_loader_data, batch)))
+    return check_case_trainable(Case(name, model, loss_fn, batch))
 
 
-def trainable(case: Case) -> Case:
+def check_case_trainable(case: Case) -> Case:
     """Return the case; raise `WrongUse` if none of its parameters requires a gradient."""
     if not any(parameter.requires_grad for parameter in case.model.parameters()):
         raise WrongUse(
@@ -109,13 +109,13 @@ def resolve_precision(name: str, device: Device | torch.device) -> Precision:
 
     Others are returned whether or not the device has them natively.
     """
-    known = read_precision(name).name
-    if policy_parts(known)[0] in PRECISIONS:
-        return precision_named(known)
+    known = parse_precision(name).name
+    if parse_policy_name(known)[0] in PRECISIONS:
+        return resolve_precision_name(known)
     return choose_precision(known, device=device, fallback=known == AMP).precision
 
 
-def _data_of(loader: DataLoader[Any]) -> CaseData:
+def _build_loader_data(loader: DataLoader[Any]) -> CaseData:
     # Read through the dataset directly: iterating the loader would start its workers and measure them too.
     def read_batch() -> Any:
         numbers, collate, dataset = loader.batch_sampler, cast("Any", loader.collate_fn), cast("Any", loader.dataset)

@@ -9,9 +9,9 @@ import torch
 from typing_extensions import TypedDict  # pydantic, which reads them again, takes no other before Python 3.12
 
 from halfstep._version import __version__
-from halfstep.precision.flags import read_flags
-from halfstep.precision.hardware import describe
-from halfstep.train.machine import cores
+from halfstep.precision.flags import read_fp32_flags
+from halfstep.precision.hardware import describe_device
+from halfstep.train.machine import count_cores
 
 _ELSEWHERE = {"cpu": ("cuda.", "cudnn."), "cuda": ("mkldnn.",)}
 """Prefixes of the flags that have no effect on a device of this kind."""
@@ -39,9 +39,9 @@ class Conditions(TypedDict, total=False):
     """As in a journal: the kind of fp8 of each converted layer; of the candidates of a bench only."""
 
 
-def conditions(device: torch.device | str | None = None) -> Conditions:
+def collect_conditions(device: torch.device | str | None = None) -> Conditions:
     """Return the conditions as they are now."""
-    here = describe(device)
+    here = describe_device(device)
     return {
         "device": here.name,
         "place": here.place,
@@ -50,29 +50,29 @@ def conditions(device: torch.device | str | None = None) -> Conditions:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "cores": cores(),
+        "cores": count_cores(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "flags": read_flags(),
+        "flags": read_fp32_flags(),
     }
 
 
-def in_words(found: Conditions) -> str:
+def describe_conditions(found: Conditions) -> str:
     """Return the conditions as one line of text."""
-    flags = flags_in_words(found)
+    flags = describe_active_flags(found)
     return (
         f"{found['device']}, torch {found['torch']}, {found['threads']} threads on {found['cores']} cores, "
         f"load {found['load']}; {flags}"
     )
 
 
-def flags_in_words(found: Conditions) -> str:
+def describe_active_flags(found: Conditions) -> str:
     """Return the flags that affect the device, as text."""
     kind = str(found.get("place", "")).partition(":")[0]
     elsewhere = _ELSEWHERE.get(kind, ())
     return ", ".join(f"{name} {value}" for name, value in found["flags"].items() if not name.startswith(elsewhere))
 
 
-def busy(found: Conditions) -> str:
+def describe_load_problem(found: Conditions) -> str:
     """Return a warning if other work was running before the measurement; empty if not, or if the load is unknown."""
     load, cores = found.get("load"), found.get("cores")
     if load is None or not cores or load <= _QUIET * cores:

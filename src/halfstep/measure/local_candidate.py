@@ -6,31 +6,31 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from halfstep.errors import HalfstepError, in_one_line
-from halfstep.measure.candidate import Candidate, peak_of, timed_update
+from halfstep.errors import HalfstepError, format_error_line
+from halfstep.measure.candidate import Candidate, measure_update_peak, take_timed_update
 from halfstep.measure.case import Case
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.worker_process import (
     CandidateFailed,
+    CandidateInfo,
     CandidateProcess,
     CandidateTooSlow,
-    OpenedCandidate,
     TimedUpdate,
 )
-from halfstep.out_of_memory import may_be_memory
+from halfstep.out_of_memory import may_be_out_of_memory
 
 
-def candidate_of(
+def create_candidate(
     subject: Subject | Case, setting: StepSetting, device: str | None = None
 ) -> CandidateProcess | LocalCandidate:
     """Return a candidate that is not open yet: a subject's in its own process, a live case's in this one."""
     if isinstance(subject, Case):
         return LocalCandidate(subject, setting, device)
-    return CandidateProcess(subject, setting, device, observe=observes(setting))
+    return CandidateProcess(subject, setting, device, observe=needs_observation(setting))
 
 
-def observes(setting: StepSetting) -> bool:
+def needs_observation(setting: StepSetting) -> bool:
     """Return whether to observe the first step: it would run eagerly, but a compiled candidate must compile in it."""
     return not setting.compile
 
@@ -42,15 +42,17 @@ class LocalCandidate:
         self._case, self._setting, self._device = case, setting, device
         self._candidate: Candidate | None = None
 
-    def open(self, limit: float | None = None) -> OpenedCandidate:
+    def open(self, limit: float | None = None) -> CandidateInfo:
         """Build the candidate."""
-        with _raise_as_process(limit):
-            self._candidate = Candidate(self._case, self._setting, self._device, observe=observes(self._setting))
+        with _convert_candidate_errors(limit):
+            self._candidate = Candidate(
+                self._case, self._setting, self._device, observe=needs_observation(self._setting)
+            )
         return self._candidate.opened
 
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:
         """Return the seconds of one update, averaged over `steps`."""
-        with _raise_as_process(limit):
+        with _convert_candidate_errors(limit):
             return self._opened.seconds(steps)
 
     def trail(self, steps: int) -> list[float]:
@@ -59,7 +61,7 @@ class LocalCandidate:
 
     def losses(self, steps: int, limit: float | None = None) -> list[float]:
         """Take `steps` more updates and return their losses."""
-        with _raise_as_process(limit):
+        with _convert_candidate_errors(limit):
             return self._opened.losses(steps)
 
     def graphs(self) -> int:
@@ -72,13 +74,13 @@ class LocalCandidate:
 
     def update(self, limit: float | None = None) -> TimedUpdate:
         """Take one more update and time it."""
-        with _raise_as_process(limit):
-            return timed_update(self._opened)
+        with _convert_candidate_errors(limit):
+            return take_timed_update(self._opened)
 
     def memory(self) -> int:
         """Return the peak bytes of tensors during one more update, as counted by the allocator."""
-        with _raise_as_process(None):
-            return peak_of(self._opened)
+        with _convert_candidate_errors(None):
+            return measure_update_peak(self._opened)
 
     def close(self) -> None:
         """Drop the candidate and its memory."""
@@ -97,7 +99,7 @@ class LocalCandidate:
 
 
 @contextmanager
-def _raise_as_process(limit: float | None) -> Iterator[None]:
+def _convert_candidate_errors(limit: float | None) -> Iterator[None]:
     """Raise what `CandidateProcess` would: `CandidateFailed` for other errors than ours, and `CandidateTooSlow`."""
     begin = time.perf_counter()
     try:
@@ -105,6 +107,6 @@ def _raise_as_process(limit: float | None) -> Iterator[None]:
     except HalfstepError:
         raise
     except Exception as error:
-        raise CandidateFailed(in_one_line(error), out_of_memory=may_be_memory(error)) from error
+        raise CandidateFailed(format_error_line(error), out_of_memory=may_be_out_of_memory(error)) from error
     if limit is not None and time.perf_counter() - begin > limit:
         raise CandidateTooSlow(f"no answer within {limit:.3g} s")

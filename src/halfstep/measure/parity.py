@@ -58,14 +58,14 @@ class Margin:
         return self.size > UNSTEADY * self.smallest
 
 
-def margin_of(base: Sequence[float], *, points: float) -> Margin:
+def compute_margin(base: Sequence[float], *, points: float) -> Margin:
     """Return the margin: `points`, or three standard deviations of fp32 over its seeds, whichever is larger."""
     finite = [value for value in base if math.isfinite(value)]
     spread = statistics.stdev(finite) if len(finite) > 1 else 0.0
     return Margin(max(points, SPREADS * spread), points, len(finite))
 
 
-def half_a_point(base: Sequence[float], *, higher_is_better: bool) -> float:
+def compute_smallest_margin(base: Sequence[float], *, higher_is_better: bool) -> float:
     """Return the smallest margin: 0.005 for a metric where higher is better, 0.5 % of fp32's mean for a loss."""
     if higher_is_better:
         return HALF_A_POINT
@@ -73,7 +73,7 @@ def half_a_point(base: Sequence[float], *, higher_is_better: bool) -> float:
     return HALF_A_POINT * abs(statistics.mean(finite)) if finite else HALF_A_POINT
 
 
-def parity(
+def compare_paired_metrics(
     base: Sequence[float],
     candidate: Sequence[float],
     margin: Margin,
@@ -96,19 +96,19 @@ def parity(
     differences = [(a - b) * (1 if higher_is_better else -1) for b, a in zip(base, candidate, strict=True)]
     unsure = ParityTest("can't tell", margin.size, None, None, None, len(differences))
     if not all(map(math.isfinite, base)):
-        return _add_note(unsure, f"{base_name}'s own metric is no finite number")
+        return _build_test_without_interval(unsure, f"{base_name}'s own metric is no finite number")
     # A non-finite metric is a failed training, so it counts as worse, not as missing.
     broken = sum(not math.isfinite(value) for value in candidate)
     if broken:
-        return _add_note(unsure, f"no finite metric in {broken} of {len(differences)} runs", "worse")
+        return _build_test_without_interval(unsure, f"no finite metric in {broken} of {len(differences)} runs", "worse")
     # Two finite metrics near the limit of a float can have an infinite difference.
     if not all(map(math.isfinite, differences)):
-        return _add_note(unsure, "the metrics lie too far apart to be subtracted")
+        return _build_test_without_interval(unsure, "the metrics lie too far apart to be subtracted")
     if len(differences) < FEWEST:
         mean = statistics.mean(differences) if differences else None
         return ParityTest("can't tell", margin.size, mean, None, None, len(differences), f"fewer than {FEWEST} seeds")
     mean = statistics.mean(differences)
-    low, high = mean_interval(differences, CONFIDENCE)
+    low, high = compute_mean_interval(differences, CONFIDENCE)
     verdict, note = _judge_interval(mean, low, high, margin.size)
     if margin.unsteady:
         verdict, note = "can't tell", f"{base_name} itself is too unsteady from seed to seed"
@@ -132,29 +132,29 @@ def _judge_interval(mean: float, low: float, high: float, margin: float) -> tupl
     return "can't tell", "the interval reaches across the margin; more seeds would narrow it"
 
 
-def _add_note(parity: ParityTest, note: str, verdict: Verdict = "can't tell") -> ParityTest:
+def _build_test_without_interval(parity: ParityTest, note: str, verdict: Verdict = "can't tell") -> ParityTest:
     return ParityTest(verdict, parity.margin, None, None, None, parity.pairs, note)
 
 
-def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
+def compute_mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
     """Return the interval of the mean by Student's t; needs at least two values."""
     mean, count = statistics.mean(values), len(values)
-    reach = student(confidence, count - 1) * statistics.stdev(values) / math.sqrt(count)
+    reach = compute_student_quantile(confidence, count - 1) * statistics.stdev(values) / math.sqrt(count)
     return mean - reach, mean + reach
 
 
-def student(confidence: float, freedom: int) -> float:
+def compute_student_quantile(confidence: float, freedom: int) -> float:
     """Return the two-sided quantile of Student's t: 2.92 at confidence 0.9 with two degrees of freedom."""
     # scipy is not a dependency. With θ = atan(t / √freedom) the probability is a finite sum for
     # integer degrees, so bisection inverts it; 60 halvings reach double precision.
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _probability_within(middle, freedom) < confidence else (low, middle)
+        low, high = (middle, high) if _compute_student_probability(middle, freedom) < confidence else (low, middle)
     return math.tan(high) * math.sqrt(freedom)
 
 
-def _probability_within(angle: float, freedom: int) -> float:
+def _compute_student_probability(angle: float, freedom: int) -> float:
     """Return the probability that |t| < tan(angle) · √freedom."""
     odd = freedom % 2
     term, total = (math.cos(angle), 0.0) if odd else (1.0, 0.0)

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from halfstep.errors import HalfstepError, WrongUse, missing_extra
-from halfstep.measure.case import SEED, Case, LossFunction, case_of, trainable
-from halfstep.user_code import NO_FILE, lines_outside, place
+from halfstep.errors import HalfstepError, WrongUse, convert_import_error
+from halfstep.measure.case import SEED, Case, LossFunction, build_case, check_case_trainable
+from halfstep.user_code import NO_FILE, format_line_place, list_lines_outside
 
 _OWN_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -47,9 +47,9 @@ class Subject:
             return self.open()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            from halfstep.measure.recipe_case import described_recipe
+            from halfstep.measure.recipe_case import build_case_synthetic_fallback
 
-            return trainable(described_recipe(self.text, self.settings))
+            return check_case_trainable(build_case_synthetic_fallback(self.text, self.settings))
 
     def open(self) -> Case:
         """Return the case, with the same random weights each time; the caller's random state is restored.
@@ -61,9 +61,9 @@ class Subject:
             torch.manual_seed(SEED)
             if not self.is_own_code:
                 # Imported here: a case of the user's own must not need the trainer's packages.
-                from halfstep.measure.recipe_case import case_of_recipe
+                from halfstep.measure.recipe_case import build_recipe_case
 
-                return trainable(case_of_recipe(self.text, self.settings))
+                return check_case_trainable(build_recipe_case(self.text, self.settings))
             if self.settings:
                 raise _settings_error(self.settings, self.text)
             return _make_case(_import_callable(self.text), self.text)
@@ -75,7 +75,7 @@ Settings: TypeAlias = "Mapping[str, Any] | Sequence[str]"
 """`{"train.batch_size": 4}`, or as on the command line: `["train.batch_size=4", "--bf16"]`."""
 
 
-def subject_of(
+def resolve_subject(
     given: Measurable, loss_fn: LossFunction | None = None, batch: Any = None, settings: Settings = ()
 ) -> Subject | Case:
     """Return the subject of a measurement: a `Case` of live objects, or a `Subject` that any process can open.
@@ -92,10 +92,10 @@ def subject_of(
                 allowed="a model, loss_fn(model, batch) and a batch or a DataLoader; or module:callable; or a recipe",
                 do="give all three: (model, loss_fn, batch)",
             )
-        return _refuse_settings(case_of(given, loss_fn, batch), words)
+        return _refuse_settings(build_case(given, loss_fn, batch), words)
     if loss_fn is not None or batch is not None:
         raise WrongUse(
-            f"a loss_fn or a batch together with {in_short(given)}",
+            f"a loss_fn or a batch together with {describe_given_object(given)}",
             allowed="both with a torch module; a case and a recipe have their own",
             do="leave them out, or give the model first",
         )
@@ -109,13 +109,13 @@ def subject_of(
         name = f"{given.__module__}:{getattr(given, '__qualname__', type(given).__name__)}"
         return _refuse_settings(_make_case(given, name), words)
     raise WrongUse(
-        f"{in_short(given)} as the subject of a measurement",
+        f"{describe_given_object(given)} as the subject of a measurement",
         allowed="a model with loss_fn and batch, a case (module:callable), or a recipe by name or path",
         do="write a recipe to a .yaml file, and give its path" if isinstance(given, Mapping) else "name one of them",
     )
 
 
-def in_short(given: object) -> str:
+def describe_given_object(given: object) -> str:
     """Return a name, or the kind of an object."""
     return repr(str(given)) if isinstance(given, str | PurePath) else f"a {type(given).__name__}"
 
@@ -135,7 +135,7 @@ def _settings_error(settings: Sequence[str], name: str) -> WrongUse:
 
 
 def _make_case(make: Callable[[], Any], text: str) -> Case:
-    with _name_user_errors(text):
+    with _convert_user_errors(text):
         made = make()
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[1])):
         shape = (
@@ -146,35 +146,35 @@ def _make_case(make: Callable[[], Any], text: str) -> Case:
             allowed="(model, loss_fn, batch): a torch module, a function of both, and tensors or a DataLoader",
             do=f"end {text.rpartition(':')[2]} with `return model, loss_fn, batch`",
         )
-    return case_of(*made, name=text)
+    return build_case(*made, name=text)
 
 
 @contextmanager
-def _name_user_errors(text: str, passes: Callable[[BaseException], bool] = lambda _: False) -> Iterator[None]:
+def _convert_user_errors(text: str, passes: Callable[[BaseException], bool] = lambda _: False) -> Iterator[None]:
     """Re-raise an error of the user's code as `WrongUse` with its line; halfstep's own errors pass through."""
     try:
         yield
     except Exception as error:
         # A missing extra of halfstep passes, too: its message says what to install.
-        is_ours = isinstance(error, HalfstepError) or (isinstance(error, ImportError) and missing_extra(error))
+        is_ours = isinstance(error, HalfstepError) or (isinstance(error, ImportError) and convert_import_error(error))
         if is_ours or passes(error):
             raise
         words = str(error).strip().partition("\n")[0]
         module, _, name = text.partition(":")
         raise WrongUse(
-            f"{text} raised {type(error).__name__}: {words} ({_line_of(error)})",
+            f"{text} raised {type(error).__name__}: {words} ({_find_error_line(error)})",
             allowed="a function without arguments that returns (model, loss_fn, batch)",
             do=f'fix it; the full error: python -c "import {module} as m; m.{name}()"',
         ) from error
 
 
-def _line_of(error: Exception) -> str:
+def _find_error_line(error: Exception) -> str:
     """Return file:line of the deepest frame outside torch, the standard library and halfstep."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     installed = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    own = lines_outside(error, *installed, str(Path(__file__).parent), NO_FILE)
-    return place((own or lines_outside(error))[-1])
+    own = list_lines_outside(error, *installed, str(Path(__file__).parent), NO_FILE)
+    return format_line_place((own or list_lines_outside(error))[-1])
 
 
 def _import_callable(text: str) -> Callable[[], Any]:
@@ -187,7 +187,7 @@ def _import_callable(text: str) -> Callable[[], Any]:
         return isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
 
     try:
-        with _name_user_errors(text, passes=is_missing):
+        with _convert_user_errors(text, passes=is_missing):
             found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise WrongUse(

@@ -13,40 +13,40 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import WrongUse, unknown_name
+from halfstep.errors import WrongUse, build_unknown_name_error
 from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, widest_dtype
-from halfstep.guard.diagnosis.trials import candidates
-from halfstep.measure.batches import mapped
-from halfstep.measure.batches import placed as placed_batch
+from halfstep.guard.diagnosis.trials import list_island_candidates
+from halfstep.measure.batches import map_tensors
+from halfstep.measure.batches import move_batch as placed_batch
 from halfstep.measure.case import SEED, Case, LossFunction
-from halfstep.measure.subject import Measurable, Settings, subject_of
+from halfstep.measure.subject import Measurable, Settings, resolve_subject
 from halfstep.measure.survival_report import (
     LostGradient,
     Survival,
-    event_named,
-    module_ranges,
-    named,
-    remedies,
-    where,
+    build_module_ranges,
+    describe_overflow,
+    name_event_module,
+    name_module,
+    suggest_survival_remedies,
 )
 from halfstep.observe.emulate import (
     BACKWARD,
     NVFP4,
-    Event,
+    BlockRounder,
     FormatEmulator,
-    Ranges,
-    RoundedBlocks,
-    RoundedOperands,
-    RoundedOutputs,
-    over_the_whole_range,
+    ModuleRanges,
+    OperandRounder,
+    OutputRounder,
+    OverflowEvent,
+    compute_full_range_factor,
 )
-from halfstep.observe.recorder import Recorder, eagerly
+from halfstep.observe.recorder import Recorder, run_eagerly
 from halfstep.precision import flags
-from halfstep.precision.hardware import describe
+from halfstep.precision.hardware import describe_device
 from halfstep.precision.island import island
 from halfstep.precision.precision import widen
-from halfstep.step.loss import Counted, DynamicScale, loss_and_aux
-from halfstep.step.step_inputs import generator_states, set_generator_states
+from halfstep.step.loss import Counted, DynamicScale, split_loss_and_aux
+from halfstep.step.step_inputs import collect_generator_states, set_generator_states
 
 Gradients = dict[str, Tensor]
 
@@ -58,7 +58,7 @@ class StepOutcome:
     gradients: Gradients | None
 
     @property
-    def ranges(self) -> Ranges | None:
+    def ranges(self) -> ModuleRanges | None:
         """Return the ranges of the values in the format; None if nothing was rounded."""
         raise NotImplementedError
 
@@ -88,12 +88,12 @@ class EmulatedStep(StepOutcome):
     scale: float
 
     @property
-    def ranges(self) -> Ranges | None:
+    def ranges(self) -> ModuleRanges | None:
         """Return the ranges that the rounding recorded."""
         return None if self.rounding is None else self.rounding.ranges
 
 
-def step(
+def run_emulated_step(
     case: Case,
     device: torch.device,
     rounding: FormatEmulator | None,
@@ -105,44 +105,44 @@ def step(
 
     It runs on copies: the case's model and batch, and the random state, are left unchanged.
     """
-    model, batch = copies(case, device)
+    model, batch = copy_case(case, device)
     if islands:
         island(model, *islands)
-    with undisturbed(device), ExitStack() as active:
+    with make_step_reproducible(device), ExitStack() as active:
         if rounding is not None:
-            active.enter_context(recurrent_steps_shown(model))
+            active.enter_context(disable_onednn_for_recurrent(model))
             active.enter_context(Recorder(model, rounding, rounding.run))
         with torch.autocast(device.type, dtype=rounding.carrier) if rounding else ExitStack():
-            loss = one_loss(case.loss_fn(model, batch))
+            loss = resolve_scalar_loss(case.loss_fn(model, batch))
         # Outside autocast, as torch documents it: backward uses the dtypes that autocast chose in forward.
         (loss * scale).backward()
-    return EmulatedStep(rounding, loss.item(), gradients_of(model, device, scale), scale)
+    return EmulatedStep(rounding, loss.item(), collect_gradients(model, device, scale), scale)
 
 
-def copies(case: Case, device: torch.device) -> tuple[nn.Module, Any]:
+def copy_case(case: Case, device: torch.device) -> tuple[nn.Module, Any]:
     """Return copies of the case's model, without gradients, and of its batch on the device."""
     model = copy.deepcopy(case.model).to(device)
     model.zero_grad(set_to_none=True)
     # Cloned, because a loss function may write to its batch.
-    return model, mapped(placed_batch(case.batch, device), Tensor.clone)
+    return model, map_tensors(placed_batch(case.batch, device), Tensor.clone)
 
 
-def gradients_of(model: nn.Module, device: torch.device, scale: float) -> Gradients:
+def collect_gradients(model: nn.Module, device: torch.device, scale: float) -> Gradients:
     """Return the gradients by parameter, divided by the loss scale, as dense tensors."""
     # In fp64 where the device has it, so that dividing by the scale loses nothing.
     return {
-        name: _dense(parameter.grad.detach()).to(widest_dtype(device)) / scale
+        name: _convert_to_dense(parameter.grad.detach()).to(widest_dtype(device)) / scale
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
 
 
-def _dense(gradient: Tensor) -> Tensor:
+def _convert_to_dense(gradient: Tensor) -> Tensor:
     """Return the gradient as a dense tensor; nn.Embedding(sparse=True) has sparse ones."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
-def at_finite_scale(run: Callable[[float], StepResult]) -> StepResult:
+def run_at_finite_scale(run: Callable[[float], StepResult]) -> StepResult:
     """Run a step at the first loss scale at which all gradients are finite, as a training run would find it.
 
     If there is none, return the outcome at the smallest scale.
@@ -157,7 +157,7 @@ def at_finite_scale(run: Callable[[float], StepResult]) -> StepResult:
 
 
 @contextmanager
-def recurrent_steps_shown(model: nn.Module) -> Iterator[None]:
+def disable_onednn_for_recurrent(model: nn.Module) -> Iterator[None]:
     """Disable oneDNN for recurrent models: its kernel for a whole layer hides the values of each time step."""
     # The private pair: `torch.backends.mkldnn.flags` would also set oneDNN's other flags.
     before = torch._C._get_mkldnn_enabled()
@@ -170,27 +170,27 @@ def recurrent_steps_shown(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def make_step_reproducible(device: torch.device) -> Iterator[None]:
     """Run with fixed random numbers, strict fp32 and no compilation; restore all of it afterwards."""
-    states = generator_states(device)
+    states = collect_generator_states(device)
     with ExitStack() as active:
         active.callback(set_generator_states, states, device)
-        active.enter_context(flags.fp32_scope("ieee", device))
-        active.enter_context(eagerly())
+        active.enter_context(flags.create_fp32_scope("ieee", device))
+        active.enter_context(run_eagerly())
         torch.manual_seed(SEED)
         yield
 
 
-def one_loss(given: Any) -> Tensor:
+def resolve_scalar_loss(given: Any) -> Tensor:
     """Return the scalar loss from any supported return value of a loss function.
 
     Raises `WrongUse` if it is not a scalar tensor with a graph, a `Counted`, an `Out` or a dict of those.
     """
-    given, _ = loss_and_aux(given)
+    given, _ = split_loss_and_aux(given)
     if isinstance(given, dict) and given:
-        return torch.stack([one_loss(part) for part in given.values()]).sum()
+        return torch.stack([resolve_scalar_loss(part) for part in given.values()]).sum()
     if isinstance(given, Counted):
-        return one_loss(given.sum).div(given.count)
+        return resolve_scalar_loss(given.sum).div(given.count)
     if isinstance(given, Tensor) and given.ndim == 0 and given.requires_grad:
         return widen(given)
     what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
@@ -205,14 +205,14 @@ MakeEmulator = Callable[[], FormatEmulator]
 
 # fp8 training uses e4m3 in forward, where precision matters, and e5m2 for gradients, where range matters.
 _FP8 = {
-    "fp8_e4m3": partial(RoundedOperands, FP8_E4M3, FP8_E5M2),
-    "fp8_e5m2": partial(RoundedOperands, FP8_E5M2, FP8_E5M2),
+    "fp8_e4m3": partial(OperandRounder, FP8_E4M3, FP8_E5M2),
+    "fp8_e5m2": partial(OperandRounder, FP8_E5M2, FP8_E5M2),
 }
 _ROUNDINGS: dict[str, MakeEmulator] = {
-    "fp16": partial(RoundedOutputs, FP16),
-    "bf16": partial(RoundedOutputs, BF16),
+    "fp16": partial(OutputRounder, FP16),
+    "bf16": partial(OutputRounder, BF16),
     **_FP8,
-    NVFP4.name: RoundedBlocks,
+    NVFP4.name: BlockRounder,
 }
 FORMAT_NAMES = tuple(_ROUNDINGS)
 TOLERATED_LOSS = 0.1
@@ -255,12 +255,14 @@ def survival(
         WrongUse: The format is unknown, or a model has no loss function.
     """
     if format_name not in _ROUNDINGS:
-        raise unknown_name("format", format_name, FORMAT_NAMES)
-    judged = _Judged(subject_of(subject, loss_fn, batch, settings).open(), torch.device(describe(device).place))
+        raise build_unknown_name_error("format", format_name, FORMAT_NAMES)
+    judged = _SurvivalCheck(
+        resolve_subject(subject, loss_fn, batch, settings).open(), torch.device(describe_device(device).place)
+    )
     as_is = judged.survival(format_name, _ROUNDINGS[format_name])
     if format_name not in _FP8 or not judged.reference_is_finite:
         return as_is
-    scaled = judged.survival(format_name, partial(_FP8[format_name], factor=over_the_whole_range))
+    scaled = judged.survival(format_name, partial(_FP8[format_name], factor=compute_full_range_factor))
     apart = "" if scaled.gradient_error is None else f" (gradients differ by {scaled.gradient_error:.0%})"
     sentence = f"with a scale for each tensor it {'survives' if scaled.survives else 'does not'}{apart}"
     return replace(
@@ -271,12 +273,12 @@ def survival(
     )
 
 
-class _Judged:
+class _SurvivalCheck:
     """A case on a device, with its fp32 gradients as the reference."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
-        self.reference = step(case, device, None)
+        self.reference = run_emulated_step(case, device, None)
         self.reference_is_finite = self.reference.fits
 
     def survival(self, name: str, make: MakeEmulator) -> Survival:
@@ -296,24 +298,26 @@ class _Judged:
             survives=survives,
             verdict=f"{name}: {self._sentence(outcome, event, error, lost_share)}"
             + ("; bf16 survives" if bf16 else ""),
-            first_overflow=event_named(event) if event else None,
-            loss=_finite(outcome.loss),
-            loss_fp32=_finite(self.reference.loss),
+            first_overflow=name_event_module(event) if event else None,
+            loss=_replace_non_finite(outcome.loss),
+            loss_fp32=_replace_non_finite(self.reference.loss),
             loss_scale=outcome.scale if name == "fp16" and outcome.gradients_finite else None,
             gradient_underflow=ranges.total(BACKWARD).underflow_share,
             gradient_underflow_unscaled=unscaled,
             gradient_lost=lost_share,
             gradient_error=error,
             lost=lost,
-            modules=module_ranges(ranges),
-            do=() if survives else remedies(event, self._islands(name, make, event), bf16),
+            modules=build_module_ranges(ranges),
+            do=() if survives else suggest_survival_remedies(event, self._islands(name, make, event), bf16),
             notes=self._notes(outcome.rounding, event),
         )
 
     def _outcome(self, name: str, make: MakeEmulator, islands: tuple[str, ...] = ()) -> EmulatedStep:
         if name == "fp16":
-            return at_finite_scale(lambda scale: step(self.case, self.device, make(), scale=scale, islands=islands))
-        return step(self.case, self.device, make(), islands=islands)
+            return run_at_finite_scale(
+                lambda scale: run_emulated_step(self.case, self.device, make(), scale=scale, islands=islands)
+            )
+        return run_emulated_step(self.case, self.device, make(), islands=islands)
 
     def _survives(self, outcome: EmulatedStep) -> bool:
         if not (outcome.fits and self.reference_is_finite):
@@ -327,7 +331,7 @@ class _Judged:
 
     @cached_property
     def _bf16(self) -> EmulatedStep:
-        return step(self.case, self.device, RoundedOutputs(BF16))
+        return run_emulated_step(self.case, self.device, OutputRounder(BF16))
 
     @property
     def _bf16_error(self) -> float:
@@ -335,22 +339,26 @@ class _Judged:
         return _compare_gradients(self.reference.gradients, self._bf16.gradients)[0] or 0.0
 
     def _unscaled_underflow(self, outcome: EmulatedStep, make: MakeEmulator) -> float:
-        unscaled = outcome if outcome.scale == 1.0 else step(self.case, self.device, make())
+        unscaled = outcome if outcome.scale == 1.0 else run_emulated_step(self.case, self.device, make())
         assert unscaled.rounding is not None
         return unscaled.rounding.ranges.total(BACKWARD).underflow_share
 
-    def _sentence(self, outcome: EmulatedStep, event: Event | None, error: float | None, lost: float | None) -> str:
+    def _sentence(
+        self, outcome: EmulatedStep, event: OverflowEvent | None, error: float | None, lost: float | None
+    ) -> str:
         if not self.reference_is_finite:
             return "no format helps: the loss or a gradient is not finite in fp32 either"
         assert outcome.rounding is not None
         ranges = outcome.rounding.ranges
         if event is not None and event is ranges.first_overflow.get(BACKWARD):
-            return f"gradients overflow {where(event)}, at every loss scale down to {outcome.scale:.0f}"
+            return f"gradients overflow {describe_overflow(event)}, at every loss scale down to {outcome.scale:.0f}"
         if event is not None:
-            return f"overflows {where(event)}" + (", though the loss is finite" if math.isfinite(outcome.loss) else "")
+            return f"overflows {describe_overflow(event)}" + (
+                ", though the loss is finite" if math.isfinite(outcome.loss) else ""
+            )
         if not math.isfinite(outcome.loss):
             spoiled = ranges.first_spoiled
-            place = f", first seen in {named(spoiled.module)} ({spoiled.operation})" if spoiled else ""
+            place = f", first seen in {name_module(spoiled.module)} ({spoiled.operation})" if spoiled else ""
             return f"the loss is not finite though nothing overflows{place}: a division by a number that vanished"
         if lost is not None and lost > TOLERATED_LOSS:
             return f"gradients vanish: {lost:.0%} of their norm in fp32"
@@ -358,17 +366,17 @@ class _Judged:
             return (
                 f"does not survive: its gradients differ from fp32's by {error:.0%}, bf16's by {self._bf16_error:.0%}"
             )
-        if isinstance(outcome.rounding, RoundedOperands):
+        if isinstance(outcome.rounding, OperandRounder):
             return f"survives; its gradients differ from fp32's by {error or 0.0:.1%}, bf16's by {self._bf16_error:.1%}"
         share = ranges.total(BACKWARD).underflow_share
         at = f" at a loss scale of {outcome.scale:.0f}" if outcome.scale != 1.0 else ""
-        return f"survives; {_headroom(outcome)}, {share:.1%} of gradients vanish{at}"
+        return f"survives; {_describe_headroom(outcome)}, {share:.1%} of gradients vanish{at}"
 
-    def _islands(self, name: str, make: MakeEmulator, event: Event | None) -> list[str]:
+    def _islands(self, name: str, make: MakeEmulator, event: OverflowEvent | None) -> list[str]:
         """Return the smallest part of the model that is a remedy when kept in fp32; empty if none is."""
         if event is None or name in _FP8 or not self.reference_is_finite:
             return []
-        for path in candidates(self.case.model, event.module):
+        for path in list_island_candidates(self.case.model, event.module):
             try:
                 if self._survives(self._outcome(name, make, islands=(path,))):
                     return [path]
@@ -376,7 +384,7 @@ class _Judged:
                 continue
         return []
 
-    def _notes(self, rounding: FormatEmulator, event: Event | None) -> tuple[str, ...]:
+    def _notes(self, rounding: FormatEmulator, event: OverflowEvent | None) -> tuple[str, ...]:
         kind = self.device.type.upper()
         notes = [f"rules: {kind} autocast"]
         operation = event.operation.removeprefix("aten.") if event else ""
@@ -400,9 +408,9 @@ def _compare_gradients(
         # A parameter without a gradient has lost all of it.
         ours = found.get(name, torch.zeros_like(true))
         vanished = torch.where(ours == 0, true, torch.zeros_like(true))
-        total += squares(true)
-        difference += squares(true - ours)
-        gone += squares(vanished)
+        total += sum_squares(true)
+        difference += sum_squares(true - ours)
+        gone += sum_squares(vanished)
         if count := int(vanished.count_nonzero()):
             lost.append(LostGradient(name, count / int(true.count_nonzero()), vanished.abs().max().item()))
     lost.sort(key=lambda gradient: -gradient.largest)
@@ -413,17 +421,17 @@ def _compare_gradients(
     return math.sqrt(difference / total), math.sqrt(gone / total), tuple(lost[:_MOST_NAMED])
 
 
-def squares(tensor: Tensor) -> float:
+def sum_squares(tensor: Tensor) -> float:
     return float(tensor.square().sum().item())
 
 
-def _finite(value: float) -> float | None:
+def _replace_non_finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _headroom(outcome: EmulatedStep) -> str:
+def _describe_headroom(outcome: EmulatedStep) -> str:
     assert outcome.rounding is not None
-    modules = [module for module in module_ranges(outcome.rounding.ranges) if module.headroom_bits is not None]
+    modules = [module for module in build_module_ranges(outcome.rounding.ranges) if module.headroom_bits is not None]
     if not modules:
         return "nothing was rounded"
     return f"{modules[0].headroom_bits:.1f} bits of headroom in {modules[0].module}"

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from halfstep import numbers
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.json_data import JsonResult
-from halfstep.numbers import number
-from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Event, Range, Ranges
+from halfstep.numbers import format_number
+from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, ModuleRanges, OverflowEvent, ValueRange
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.page import Block, Column, Heading, Page, Pairs, Paragraph, Span, Style, Table
 
@@ -47,13 +47,13 @@ class LostGradient:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survival(JsonResult, ShownAsPage):
+class Survival(JsonResult, PageResult):
     """Whether one forward and backward step of a model survives a format."""
 
     format: str
     survives: bool
     verdict: str
-    first_overflow: Event | None
+    first_overflow: OverflowEvent | None
     """The first overflow in forward; the first in backward if only gradients overflow."""
     loss: float | None
     """None if non-finite."""
@@ -81,32 +81,34 @@ class Survival(JsonResult, ShownAsPage):
 
     def page(self) -> Page:
         """Return the page about it."""
-        return survival_page([self])
+        return build_survival_page([self])
 
 
-def module_ranges(ranges: Ranges) -> tuple[ModuleRange, ...]:
+def build_module_ranges(ranges: ModuleRanges) -> tuple[ModuleRange, ...]:
     """Return the ranges by module, worst first: overflows, then least headroom, then underflow."""
     names = dict.fromkeys(module for module, _ in ranges.by_place)
-    return tuple(sorted((_module_range(ranges, name) for name in names), key=_badness))
+    return tuple(sorted((_build_module_range(ranges, name) for name in names), key=_rank_module_range))
 
 
-def named(module: str) -> str:
+def name_module(module: str) -> str:
     """Return the module's path, or a placeholder for the root module."""
     return module or THE_MODEL_ITSELF
 
 
-def event_named(event: Event) -> Event:
+def name_event_module(event: OverflowEvent) -> OverflowEvent:
     """Return the event with a readable module name."""
-    return Event(named(event.module), event.operation, event.value, event.largest)
+    return OverflowEvent(name_module(event.module), event.operation, event.value, event.largest)
 
 
-def where(event: Event) -> str:
+def describe_overflow(event: OverflowEvent) -> str:
     """Return the part of the verdict that names the module, operation, value and limit."""
-    place = "outside the model" if event.module == OUTSIDE else f"in {named(event.module)}"
-    return f"{place} ({event.operation}): {number(event.value)} against {number(event.largest)}"
+    place = "outside the model" if event.module == OUTSIDE else f"in {name_module(event.module)}"
+    return f"{place} ({event.operation}): {format_number(event.value)} against {format_number(event.largest)}"
 
 
-def remedies(event: Event | None, islands: Sequence[str], bf16_survives: bool) -> tuple[str, ...]:
+def suggest_survival_remedies(
+    event: OverflowEvent | None, islands: Sequence[str], bf16_survives: bool
+) -> tuple[str, ...]:
     """Return remedies as code to type; the islands given here have already been tried."""
     do = [f'island(model, "{path}")' for path in islands]
     # In the root module's own code, or outside the model, there is no submodule to make an island of.
@@ -117,13 +119,13 @@ def remedies(event: Event | None, islands: Sequence[str], bf16_survives: bool) -
     return tuple(line.strip() for line in do)
 
 
-def _module_range(ranges: Ranges, module: str) -> ModuleRange:
-    parts = {part: ranges.by_place.get((module, part), Range()) for part in (WEIGHTS, FORWARD, BACKWARD)}
-    forward = Range()
+def _build_module_range(ranges: ModuleRanges, module: str) -> ModuleRange:
+    parts = {part: ranges.by_place.get((module, part), ValueRange()) for part in (WEIGHTS, FORWARD, BACKWARD)}
+    forward = ValueRange()
     forward.add(parts[WEIGHTS])
     forward.add(parts[FORWARD])
     return ModuleRange(
-        module=named(module),
+        module=name_module(module),
         largest=forward.largest,
         # Infinite if there is no value, and JSON has no infinity.
         headroom_bits=forward.headroom if math.isfinite(forward.headroom) else None,
@@ -134,7 +136,7 @@ def _module_range(ranges: Ranges, module: str) -> ModuleRange:
     )
 
 
-def _badness(found: ModuleRange) -> tuple[float, float, float]:
+def _rank_module_range(found: ModuleRange) -> tuple[float, float, float]:
     # Modules without values sort last.
     headroom = math.inf if found.headroom_bits is None else found.headroom_bits
     return (-found.overflows, headroom, -found.underflow_backward)
@@ -144,11 +146,11 @@ _MOST_MODULES = 10
 _WORTH_A_LINE = 0.01
 
 
-def survival_page(found: Sequence[Survival], subject: str = "CASE") -> Page:
+def build_survival_page(found: Sequence[Survival], subject: str = "CASE") -> Page:
     """Return the page of some formats, the verdicts first; the advice at its end is that of the formats that fail."""
-    blocks: list[Block] = [_verdict(survival, gap=number == 0) for number, survival in enumerate(found)]
+    blocks: list[Block] = [_build_survival_verdict(survival, gap=number == 0) for number, survival in enumerate(found)]
     for survival in found:
-        blocks += _evidence(survival)
+        blocks += _build_evidence_blocks(survival)
     if not found:
         blocks.append(Paragraph("No format was tested completely.", gap=True))
     notes = dict.fromkeys(note for survival in found for note in survival.notes)
@@ -161,7 +163,7 @@ def survival_page(found: Sequence[Survival], subject: str = "CASE") -> Page:
     return Page(f"{', '.join(survival.format for survival in found) or 'no format'}, emulated", tuple(blocks))
 
 
-def _verdict(survival: Survival, *, gap: bool) -> Paragraph:
+def _build_survival_verdict(survival: Survival, *, gap: bool) -> Paragraph:
     # Doubtful: it survives with a scale per tensor, as fp8 is used in practice.
     scaled = survival.scaled is not None and survival.scaled.survives
     tone: Style = "good" if survival.survives else "warn" if scaled else "bad"
@@ -170,7 +172,7 @@ def _verdict(survival: Survival, *, gap: bool) -> Paragraph:
     )
 
 
-def _evidence(survival: Survival) -> Iterator[Block]:
+def _build_evidence_blocks(survival: Survival) -> Iterator[Block]:
     count = len(survival.modules)
     few = f"the {_MOST_MODULES} modules nearest to its limit, of {count}"
     yield Heading(survival.format, few if count > _MOST_MODULES else "modules, those nearest to its limit first")
@@ -188,38 +190,38 @@ def _evidence(survival: Survival) -> Iterator[Block]:
         for row in survival.modules[:_MOST_MODULES]
     ]
     yield Table(columns, tuple(rows))
-    yield Pairs(tuple(_step_facts(survival)), gap=True)
+    yield Pairs(tuple(_list_step_facts(survival)), gap=True)
 
 
-def _step_facts(survival: Survival) -> Iterator[tuple[str, str]]:
-    yield "loss", f"{_loss(survival.loss)}, in fp32 {_loss(survival.loss_fp32)}"
+def _list_step_facts(survival: Survival) -> Iterator[tuple[str, str]]:
+    yield "loss", f"{_format_step_loss(survival.loss)}, in fp32 {_format_step_loss(survival.loss_fp32)}"
     unscaled = ""
     if survival.format == "fp16":
-        yield "loss scale", _scale(survival)
+        yield "loss scale", _format_loss_scale(survival)
         unscaled = f", without a loss scale {_format_share(survival.gradient_underflow_unscaled)}"
     yield "gradients vanish", f"{_format_share(survival.gradient_underflow)}{unscaled}"
-    yield "gradient error", _error(survival)
+    yield "gradient error", _format_gradient_error(survival)
     if survival.scaled is not None:
-        yield "with a scale for each tensor", f"gradient error {_error(survival.scaled)}"
+        yield "with a scale for each tensor", f"gradient error {_format_gradient_error(survival.scaled)}"
     # A few zeros come from units that rounding switched off; these are not worth a line.
     for lost in [lost for lost in survival.lost if lost.share >= _WORTH_A_LINE][:3]:
         yield f"lost in {lost.parameter}", f"{_format_share(lost.share)} of its gradients, up to {lost.largest:.2g}"
 
 
-def _scale(survival: Survival) -> str:
+def _format_loss_scale(survival: Survival) -> str:
     if survival.loss_scale is not None:
         return f"{survival.loss_scale:.0f}"
     return "none helps: the loss itself is not finite" if survival.loss is None else "gradients overflow at any"
 
 
-def _error(survival: Survival) -> str:
+def _format_gradient_error(survival: Survival) -> str:
     error = survival.gradient_error
     return "not finite" if error is None else f"{error:.2%} of their norm in fp32"
 
 
-def _loss(value: float | None) -> str:
+def _format_step_loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.5g}"
 
 
 def _format_share(value: float | None) -> str:
-    return numbers.share(value) if value else "-"
+    return numbers.format_percent(value) if value else "-"

@@ -26,7 +26,7 @@ class Stopwatch:
     def seconds(self, call: Callable[[], object], calls: int = 1) -> float:
         """Return the seconds of one call, averaged over `calls` in a row."""
         if not self._events:
-            return clock.seconds(call, calls)
+            return clock.measure_call_seconds(call, calls)
         begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
         # Work queued earlier must not be counted.
         torch.accelerator.synchronize(self._device)
@@ -49,7 +49,7 @@ Name = TypeVar("Name")
 """The key of a candidate: its name, or its setting."""
 
 
-class Timed(Protocol):
+class TimedCandidate(Protocol):
     """A candidate in this process or in a separate one."""
 
     def seconds(self, steps: int = 1) -> float: ...
@@ -81,7 +81,9 @@ class Speed(JsonResult):
         return "slower" if self.high < 1.0 else "can't tell"
 
 
-def warm(candidate: Timed, *, seconds: float = 30.0, now: Callable[[], float] = time.perf_counter) -> float:
+def warm_up_candidate(
+    candidate: TimedCandidate, *, seconds: float = 30.0, now: Callable[[], float] = time.perf_counter
+) -> float:
     """Step until three times in a row agree, or the time or the calls run out; return the last time."""
     deadline = now() + seconds
     last: list[float] = []
@@ -106,8 +108,8 @@ class TimedRace(Generic[Name]):
     """Candidates that failed, and why; they may have a speed from earlier turns."""
 
 
-def race(
-    candidates: Mapping[Name, Timed],
+def race_candidates(
+    candidates: Mapping[Name, TimedCandidate],
     *,
     baseline: Name,
     pairs: int = 60,
@@ -121,7 +123,7 @@ def race(
     Ctrl-C ends the race with the turns so far and sets `interrupted`; a candidate that times out ends it too. A
     candidate that fails leaves the race. If the baseline fails, its error is raised.
     """
-    running = _Running(candidates, baseline, steps)
+    running = _RunningRace(candidates, baseline, steps)
     deadline = now() + seconds
     interrupted = False
     try:
@@ -138,10 +140,10 @@ def race(
     )
 
 
-class _Running(Generic[Name]):
+class _RunningRace(Generic[Name]):
     """A race in progress."""
 
-    def __init__(self, candidates: Mapping[Name, Timed], baseline: Name, steps: int) -> None:
+    def __init__(self, candidates: Mapping[Name, TimedCandidate], baseline: Name, steps: int) -> None:
         self._candidates, self._baseline, self._steps = dict(candidates), baseline, steps
         self._turns: list[dict[Name, float]] = []
         self.failed: dict[Name, CandidateFailed | CandidateTooSlow] = {}
@@ -151,7 +153,7 @@ class _Running(Generic[Name]):
         """Time every candidate once; an incomplete turn is not counted."""
         times: dict[Name, float] = {}
         # The order changes from turn to turn, so that a drift of the machine affects all candidates equally.
-        for name in clock.order(list(self._candidates), turn):
+        for name in clock.choose_turn_order(list(self._candidates), turn):
             try:
                 times[name] = self._candidates[name].seconds(self._steps)
             except CandidateTooSlow as error:
@@ -172,6 +174,6 @@ class _Running(Generic[Name]):
             return None
         # Ratios within a turn first, then their median: what slows the machine down in a turn cancels out.
         each = [times[self._baseline] / times[name] for times in both]
-        low, high = clock.median_interval(each)
+        low, high = clock.compute_median_interval(each)
         own = statistics.median(times[name] for times in both)
         return Speed(own, statistics.median(each), low, high, len(each))

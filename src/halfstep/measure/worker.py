@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import IO, Any
 
-from halfstep.errors import HalfstepError, in_one_line
+from halfstep.errors import HalfstepError, format_error_line
 from halfstep.host_memory import keep_freed_memory
-from halfstep.json_data import json_data
+from halfstep.json_data import convert_to_json_data
 
 _MOST_BYTES = 2**16
 
 
-def main(open_case: Callable[..., Any] | None = None, do: Callable[..., Any] | None = None) -> None:
+def serve_requests(open_case: Callable[..., Any] | None = None, do: Callable[..., Any] | None = None) -> None:
     """Serve requests from standard input.
 
     Other child processes pass their own `open_case` and `do` and use the same protocol.
@@ -30,14 +30,14 @@ def main(open_case: Callable[..., Any] | None = None, do: Callable[..., Any] | N
     # Before anything large is allocated: otherwise glibc returns freed pages, and each step pays for them again.
     keep_freed_memory()
     candidate: Any = None
-    for question in _questions():
+    for question in _iterate_requests():
         if candidate is None:
-            candidate = _answer_request(answers, partial(open_case or _open, question))
+            candidate = _answer_request(answers, partial(open_case or _open_candidate, question))
         else:
-            _answer_request(answers, partial(do or _do, candidate, question))
+            _answer_request(answers, partial(do or _run_request, candidate, question))
 
 
-def _questions() -> Iterator[dict[str, Any]]:
+def _iterate_requests() -> Iterator[dict[str, Any]]:
     """Yield the requests, read in a thread, so that the end of the input also ends a long step.
 
     The input ends when the parent does, even if it was killed. It is read without Python's buffer: at exit the
@@ -62,7 +62,7 @@ def _questions() -> Iterator[dict[str, Any]]:
         yield json.loads(lines.get())
 
 
-def _open(question: dict[str, Any]) -> tuple[Any, object]:
+def _open_candidate(question: dict[str, Any]) -> tuple[Any, object]:
     from halfstep.measure.candidate import Candidate
     from halfstep.measure.setting import StepSetting
     from halfstep.measure.subject import Subject
@@ -73,27 +73,27 @@ def _open(question: dict[str, Any]) -> tuple[Any, object]:
     return candidate, candidate.opened
 
 
-def _do(candidate: Any, question: dict[str, Any]) -> tuple[Any, object]:
+def _run_request(candidate: Any, question: dict[str, Any]) -> tuple[Any, object]:
     return candidate, _DO[question.pop("do")](candidate, **question)
 
 
 def _time_update(candidate: Any) -> object:
-    from halfstep.measure.candidate import timed_update
+    from halfstep.measure.candidate import take_timed_update
 
-    return timed_update(candidate)
+    return take_timed_update(candidate)
 
 
-def _peak_bytes(candidate: Any) -> object:
-    from halfstep.measure.candidate import peak_of
+def _measure_candidate_peak(candidate: Any) -> object:
+    from halfstep.measure.candidate import measure_update_peak
 
-    return peak_of(candidate)
+    return measure_update_peak(candidate)
 
 
 _DO: dict[str, Callable[..., object]] = {
     "seconds": lambda candidate, steps: candidate.seconds(steps),
     "losses": lambda candidate, steps: candidate.losses(steps),
     "update": _time_update,
-    "memory": _peak_bytes,
+    "memory": _measure_candidate_peak,
     "trail": lambda candidate, steps: candidate.trail[:steps],
     "graphs": lambda candidate: candidate.graphs,
     "nudge": lambda candidate, share, seed: candidate.nudge(share, seed),
@@ -105,17 +105,17 @@ def _answer_request(answers: IO[str], work: Callable[[], tuple[Any, object]]) ->
     result = None
     try:
         result, found = work()
-        answer = {"answer": json_data(found)}
+        answer = {"answer": convert_to_json_data(found)}
     except HalfstepError as error:
         refusal = {"given": error.given, "allowed": error.allowed, "do": error.do, "code": error.exit_code}
         answer = {"refused": {**refusal, "id": error.id}}
     except Exception as error:  # the user's code may raise anything
-        from halfstep.out_of_memory import may_be_memory
+        from halfstep.out_of_memory import may_be_out_of_memory
 
-        answer = {"failed": in_one_line(error), "out_of_memory": may_be_memory(error)}
+        answer = {"failed": format_error_line(error), "out_of_memory": may_be_out_of_memory(error)}
     print(json.dumps(answer), file=answers, flush=True)
     return result
 
 
 if __name__ == "__main__":
-    main()
+    serve_requests()

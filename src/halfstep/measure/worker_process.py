@@ -43,7 +43,7 @@ class CandidateTooSlow(Exception):
     """The candidate did not answer in time and its process was killed."""
 
 
-class OpenedCandidate(TypedDict):
+class CandidateInfo(TypedDict):
     """The first answer of a candidate, also across processes."""
 
     conditions: Conditions
@@ -98,12 +98,12 @@ class CandidateProcess:
             "observe": observe,
         }
 
-    def open(self, limit: float | None = None) -> OpenedCandidate:
+    def open(self, limit: float | None = None) -> CandidateInfo:
         """Build the candidate.
 
         Raises `CandidateFailed`, or `WrongUse` if the child refused the case or the setting.
         """
-        opened: OpenedCandidate = self._ask(self._begin, limit)
+        opened: CandidateInfo = self._ask(self._begin, limit)
         return opened
 
     def seconds(self, steps: int = 1, limit: float | None = None) -> float:

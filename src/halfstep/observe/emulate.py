@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from halfstep.formats import FP8_E4M3, Format, is_narrow
-from halfstep.observe.recorder import Operation, as_it_is
+from halfstep.observe.recorder import Operation, run_unchanged
 from halfstep.precision.precision import widen
 
 WEIGHTS, FORWARD, BACKWARD = "weights", "forward", "backward"
@@ -36,7 +36,7 @@ class RoundedTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Event:
+class OverflowEvent:
     """An operation whose result did not fit."""
 
     module: str
@@ -49,7 +49,7 @@ class Event:
 
 
 @dataclass
-class Range:
+class ValueRange:
     """The values of one module, accumulated."""
 
     nonzero: int = 0
@@ -74,7 +74,7 @@ class Range:
         """The share of nonzero values that became subnormal."""
         return self.subnormals / self.nonzero if self.nonzero else 0.0
 
-    def add(self, other: Range) -> None:
+    def add(self, other: ValueRange) -> None:
         """Add the counts of another range."""
         self.nonzero += other.nonzero
         self.overflows += other.overflows
@@ -84,14 +84,14 @@ class Range:
         self.headroom = min(self.headroom, other.headroom)
 
 
-class Ranges:
+class ModuleRanges:
     """Ranges by module and by part: weights, forward, backward."""
 
     def __init__(self) -> None:
-        self.by_place: dict[tuple[str, str], Range] = {}
-        self.first_overflow: dict[str, Event] = {}
+        self.by_place: dict[tuple[str, str], ValueRange] = {}
+        self.first_overflow: dict[str, OverflowEvent] = {}
         """By part, in the order in which they happened."""
-        self.first_spoiled: Event | None = None
+        self.first_spoiled: OverflowEvent | None = None
         """The first result that was non-finite even before it was rounded, such as 1/x where x had underflowed."""
 
     def add(self, operation: Operation, rounded: RoundedTensor) -> None:
@@ -99,23 +99,23 @@ class Ranges:
         part = WEIGHTS if rounded.weight else BACKWARD if operation.backward else FORWARD
         if not rounded.wide.numel():
             return
-        found, did_not_fit, was_finite = _range_of(rounded)
-        self.by_place.setdefault((operation.module, part), Range()).add(found)
+        found, did_not_fit, was_finite = _measure_range(rounded)
+        self.by_place.setdefault((operation.module, part), ValueRange()).add(found)
         name = "weight" if rounded.weight else str(operation.function._overloadpacket)
-        event = Event(operation.module, name, did_not_fit, rounded.format.largest)
+        event = OverflowEvent(operation.module, name, did_not_fit, rounded.format.largest)
         if found.overflows:
             self.first_overflow.setdefault(part, event)
         if not was_finite and self.first_spoiled is None:
             self.first_spoiled = event
 
     @property
-    def first_on_the_way_forward(self) -> Event | None:
+    def first_on_the_way_forward(self) -> OverflowEvent | None:
         """The first overflow outside of backward."""
         return next((event for part, event in self.first_overflow.items() if part != BACKWARD), None)
 
-    def total(self, part: str) -> Range:
+    def total(self, part: str) -> ValueRange:
         """Return the range of one part over all modules."""
-        total = Range()
+        total = ValueRange()
         for (_, of), found in self.by_place.items():
             if of == part:
                 total.add(found)
@@ -123,7 +123,7 @@ class Ranges:
 
 
 @torch.no_grad()
-def _range_of(rounded: RoundedTensor) -> tuple[Range, float, bool]:
+def _measure_range(rounded: RoundedTensor) -> tuple[ValueRange, float, bool]:
     """Return the range, the largest value that did not fit, and whether all values were finite before."""
     size, after = rounded.wide.detach().abs(), rounded.after.detach()
     finite = size.isfinite()
@@ -144,7 +144,7 @@ def _range_of(rounded: RoundedTensor) -> tuple[Range, float, bool]:
     largest = [torch.where(finite, size, nothing).max(), torch.where(lost, size, nothing).max()]
     most, did_not_fit = torch.stack(largest).tolist()
     headroom = math.log2(rounded.format.largest / most) if most else math.inf
-    found = Range(nonzero, most, overflows, underflows, subnormals, headroom)
+    found = ValueRange(nonzero, most, overflows, underflows, subnormals, headroom)
     return found, did_not_fit, not spoiled
 
 
@@ -165,7 +165,7 @@ _OPERANDS = {
 _LARGEST_FACTOR = 2.0**100
 
 
-def rounded_to(format: Format, tensor: Tensor) -> Tensor:
+def round_to_format(format: Format, tensor: Tensor) -> Tensor:
     """Return the nearest values of a format, as torch casts to it.
 
     Too large values become inf; in e4m3, which has none, they become the largest number or NaN, depending on the
@@ -174,12 +174,12 @@ def rounded_to(format: Format, tensor: Tensor) -> Tensor:
     return tensor.to(format.dtype).to(tensor.dtype)
 
 
-def as_is(tensor: Tensor, format: Format) -> Tensor:
+def compute_unit_factor(tensor: Tensor, format: Format) -> Tensor:
     """Return the factor 1, for tensors that are rounded as they are."""
     return tensor.new_ones(())
 
 
-def over_the_whole_range(tensor: Tensor, format: Format) -> Tensor:
+def compute_full_range_factor(tensor: Tensor, format: Format) -> Tensor:
     """Return the factor that maps a tensor's largest value to the format's largest, as fp8 training does."""
     if not tensor.numel():
         return tensor.new_ones(())
@@ -194,7 +194,7 @@ class FormatEmulator(ABC):
     """The dtype that autocast should cast to."""
 
     def __init__(self) -> None:
-        self.ranges = Ranges()
+        self.ranges = ModuleRanges()
         self.not_emulated: set[str] = set()
         """Operations without an fp32 kernel, which ran as they are."""
         self._rounded: list[RoundedTensor] = []
@@ -209,7 +209,7 @@ class FormatEmulator(ABC):
         self._rounded.clear()
 
 
-class RoundedOutputs(FormatEmulator):
+class OutputRounder(FormatEmulator):
     """An emulation of formats that tensors are stored in, fp16 and bf16: each result is rounded once."""
 
     def __init__(self, format: Format) -> None:
@@ -222,21 +222,21 @@ class RoundedOutputs(FormatEmulator):
         """Return the result, computed in fp32 and rounded to the format that torch would store it in."""
         if function._overloadpacket is _aten._to_copy:
             return self._cast(function, arguments, keywords)
-        if not _computes(function, arguments, keywords):
-            return as_it_is(function, arguments, keywords)
-        written = _written_tensors(function, arguments, keywords)
+        if not _computes_narrow_values(function, arguments, keywords):
+            return run_unchanged(function, arguments, keywords)
+        written = _list_written_tensors(function, arguments, keywords)
         if written:
             # Only the plain in-place form is emulated; others write several tensors, or another one than the first.
             in_place = len(written) == len(function._schema.returns) == 1 and written[0] is arguments[0]
-            return (self._run_in_place if in_place else as_it_is)(function, arguments, keywords)
+            return (self._run_in_place if in_place else run_unchanged)(function, arguments, keywords)
         becomes = self._dtypes(function, arguments, keywords)
         if becomes is None or not any(dtype and is_narrow(dtype) for dtype in becomes):
-            return as_it_is(function, arguments, keywords)
+            return run_unchanged(function, arguments, keywords)
         try:
-            wide = run_wide(function, arguments, keywords)
+            wide = run_in_fp32(function, arguments, keywords)
         except (RuntimeError, NotImplementedError):
             self.not_emulated.add(str(function._overloadpacket))
-            return as_it_is(function, arguments, keywords)
+            return run_unchanged(function, arguments, keywords)
         leaves, form = pytree.tree_flatten(wide)
         pairs = zip(leaves, becomes, strict=True)
         return pytree.tree_unflatten([self._round(leaf, dtype) for leaf, dtype in pairs], form)
@@ -249,7 +249,7 @@ class RoundedOutputs(FormatEmulator):
         return result
 
     def _run_in_place(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
-        wide = run_wide(function, arguments, keywords)
+        wide = run_in_fp32(function, arguments, keywords)
         self._rounded.append(RoundedTensor(wide, arguments[0].copy_(wide), self.format))
         return arguments[0]
 
@@ -265,20 +265,20 @@ class RoundedOutputs(FormatEmulator):
         self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]
     ) -> list[torch.dtype | None] | None:
         """Return the dtype of each result; None if torch cannot tell without values."""
-        known_by = (function, tuple(map(_kind, pytree.tree_leaves((arguments, dict(keywords))))))
+        known_by = (function, tuple(map(_build_dtype_key, pytree.tree_leaves((arguments, dict(keywords))))))
         if known_by not in self._known:
-            self._known[known_by] = _group_norm_dtypes(function, arguments) or _fake_dtypes(
+            self._known[known_by] = _find_group_norm_dtypes(function, arguments) or _predict_dtypes(
                 function, arguments, keywords
             )
         return self._known[known_by]
 
 
-class RoundedOperands(FormatEmulator):
+class OperandRounder(FormatEmulator):
     """An emulation of formats that only matrix units take, fp8: operands are rounded, results are kept in bf16."""
 
     carrier = torch.bfloat16
 
-    def __init__(self, forward: Format, backward: Format, factor: Factor = as_is) -> None:
+    def __init__(self, forward: Format, backward: Format, factor: Factor = compute_unit_factor) -> None:
         super().__init__()
         self._forward, self._backward, self._factor = forward, backward, factor
         # A weak reference keeps the storage's address from being reused, without keeping its memory alive.
@@ -289,12 +289,12 @@ class RoundedOperands(FormatEmulator):
         places = _OPERANDS.get(function._overloadpacket, ())
         operands = [arguments[place] for place in places]
         if not operands or not all(is_narrow(operand.dtype) for operand in operands):
-            return as_it_is(function, arguments, keywords)
+            return run_unchanged(function, arguments, keywords)
         given = list(arguments)
         for place, operand in zip(places, operands, strict=True):
             # Of the two sides of a product the first one is summed over its columns, and the second over its rows.
             given[place] = self._operand(operand, -1 if place == places[0] else -2)
-        wide = run_wide(function, tuple(given), keywords)
+        wide = run_in_fp32(function, tuple(given), keywords)
         return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(operands[0].dtype), wide)
 
     @torch.no_grad()
@@ -316,7 +316,7 @@ class RoundedOperands(FormatEmulator):
         format = self._backward if gradient else self._forward
         factor = self._factor(wide, format)
         scaled = wide * factor
-        return scaled, rounded_to(format, scaled), factor, format
+        return scaled, round_to_format(format, scaled), factor, format
 
 
 NVFP4 = Format("nvfp4", None, largest=6.0, smallest_normal=1.0, epsilon=0.5)
@@ -325,7 +325,7 @@ _BLOCK = 16
 """The elements with one scale, along the dimension that a product sums over."""
 
 
-class RoundedBlocks(RoundedOperands):
+class BlockRounder(OperandRounder):
     """An emulation of nvfp4 in linear layers: a scale in e4m3 for each 16 numbers, and one in fp32 for each tensor.
 
     Gradients are rounded at random, up or down by their distance. The Hadamard transform that libraries apply to the
@@ -338,14 +338,14 @@ class RoundedBlocks(RoundedOperands):
     def run(self, function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
         """Return the result of a linear layer's product with rounded operands; other operations run as they are."""
         linear = function._overloadpacket in (_aten.mm, _aten.addmm)
-        return super().run(function, arguments, keywords) if linear else as_it_is(function, arguments, keywords)
+        return super().run(function, arguments, keywords) if linear else run_unchanged(function, arguments, keywords)
 
     def _scaled(self, wide: Tensor, dim: int, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Format]:
         rows = wide.movedim(dim, -1)
         padded = nn.functional.pad(rows, (0, -rows.shape[-1] % _BLOCK))
         largest = padded.unflatten(-1, (-1, _BLOCK)).abs().amax(-1)
-        whole = FP8_E4M3.largest * over_the_whole_range(largest, NVFP4)
-        scales = rounded_to(FP8_E4M3, largest * whole / NVFP4.largest).clamp(min=FP8_E4M3.smallest)
+        whole = FP8_E4M3.largest * compute_full_range_factor(largest, NVFP4)
+        scales = round_to_format(FP8_E4M3, largest * whole / NVFP4.largest).clamp(min=FP8_E4M3.smallest)
         factor = (whole / scales).repeat_interleave(_BLOCK, -1)[..., : rows.shape[-1]].movedim(-1, dim)
         scaled = wide * factor
         return scaled, _round_to_e2m1(scaled, at_random=gradient), factor, NVFP4
@@ -359,7 +359,7 @@ def _round_to_e2m1(tensor: Tensor, *, at_random: bool) -> Tensor:
     return (steps * step).clamp(-NVFP4.largest, NVFP4.largest)
 
 
-def _computes(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> bool:
+def _computes_narrow_values(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> bool:
     """Return whether an operation computes new values from narrow ones, or turns wide ones into narrow ones."""
     packet = function._overloadpacket
     views = any(made.alias_info is not None and not made.alias_info.is_write for made in function._schema.returns)
@@ -373,7 +373,9 @@ def _computes(function: OpOverload, arguments: tuple[Any, ...], keywords: Mappin
     return any(is_narrow(leaf.dtype) for leaf in floating) or bool(floating and asked_for and is_narrow(asked_for))
 
 
-def _written_tensors(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> list[Tensor]:
+def _list_written_tensors(
+    function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]
+) -> list[Tensor]:
     """Return the narrow tensors that an operation writes into."""
     taken = function._schema.arguments
     given = {**dict(zip((a.name for a in taken), arguments, strict=False)), **keywords}
@@ -382,9 +384,9 @@ def _written_tensors(function: OpOverload, arguments: tuple[Any, ...], keywords:
 
 
 @torch.no_grad()
-def run_wide(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
+def run_in_fp32(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
     """Return the result of the same operation with narrow inputs widened to fp32."""
-    arguments, keywords = pytree.tree_map(_wide, (arguments, dict(keywords)))
+    arguments, keywords = pytree.tree_map(_widen_leaf, (arguments, dict(keywords)))
     leaves = pytree.tree_leaves((arguments, keywords))
     # An operation such as `full` is given no tensor.
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
@@ -392,13 +394,13 @@ def run_wide(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping
         return function(*arguments, **keywords)
 
 
-def _wide(leaf: Any) -> Any:
+def _widen_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return widen(leaf)
     return torch.float32 if isinstance(leaf, torch.dtype) and is_narrow(leaf) else leaf
 
 
-def _kind(leaf: Any) -> Hashable:
+def _build_dtype_key(leaf: Any) -> Hashable:
     """Return everything about an argument that the dtype of a result may depend on."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim() == 0
@@ -407,7 +409,7 @@ def _kind(leaf: Any) -> Hashable:
     return type(leaf).__name__
 
 
-def _group_norm_dtypes(function: OpOverload, arguments: tuple[Any, ...]) -> list[torch.dtype | None] | None:
+def _find_group_norm_dtypes(function: OpOverload, arguments: tuple[Any, ...]) -> list[torch.dtype | None] | None:
     """Return the result dtypes of group norm: torch's fake kernel ignores that wide weights make wide statistics."""
     places = {_aten.native_group_norm: (0, 1), _aten.native_group_norm_backward: (1, 4)}.get(function._overloadpacket)
     if places is None:
@@ -417,7 +419,7 @@ def _group_norm_dtypes(function: OpOverload, arguments: tuple[Any, ...]) -> list
     return [given.dtype, aside, aside]
 
 
-def _fake_dtypes(
+def _predict_dtypes(
     function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]
 ) -> list[torch.dtype | None] | None:
     """Return the result dtypes by running the operation on fake tensors; None if that fails."""

@@ -1,8 +1,8 @@
 """Count the FLOPs of matrix products, convolutions, attention and recurrent layers, and the format they ran in.
 
-Nothing is counted without an exact formula: `is_unknown` recognizes operations that may do such work and have none.
-Nor is work that torch cannot compute in 16 bits, such as decompositions and complex products (`is_wide`): it says
-nothing about the precision that was requested, and lowers the confidence.
+Nothing is counted without an exact formula: `is_uncounted_operation` recognizes operations that may do such work and
+have none. Nor is work that torch cannot compute in 16 bits, such as decompositions and complex products (`is_wide`): it
+says nothing about the precision that was requested, and lowers the confidence.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
-from halfstep.formats import FP32, name_of
-from halfstep.numbers import share
+from halfstep.formats import FP32, name_dtype
+from halfstep.numbers import format_percent
 from halfstep.observe.recorder import Operation
-from halfstep.precision.flags import computes_tf32
-from halfstep.precision.island import islands
+from halfstep.precision.flags import is_tf32_enabled
+from halfstep.precision.island import find_islands
 
 _aten = torch.ops.aten
 
 
-def _attention_on_cpu(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+def _count_cpu_attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
     return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
-def _attention_on_cpu_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _count_cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-def _recurrent_layer(input: Tensor, over_input: Tensor, over_hidden: Tensor, *_: Any, **__: Any) -> int:
+def _count_recurrent_layer(input: Tensor, over_input: Tensor, over_hidden: Tensor, *_: Any, **__: Any) -> int:
     """Count all gates of one layer in one direction, at each position of each sequence."""
-    return 2 * _positions(input) * (over_input.numel() + over_hidden.numel())
+    return 2 * _count_positions(input) * (over_input.numel() + over_hidden.numel())
 
 
-def _recurrent_layers(input: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> int:
+def _count_recurrent_layers(input: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> int:
     """Count every matrix of every layer and direction, at each position; biases have one dimension."""
-    return 2 * _positions(input) * sum(weight.numel() for weight in weights if weight.dim() > 1)
+    return 2 * _count_positions(input) * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
-def _positions(input: Tensor) -> int:
+def _count_positions(input: Tensor) -> int:
     return input.numel() // max(input.shape[-1], 1)
 
 
-def _backward_of(forward: Callable[..., int]) -> Callable[..., int]:
+def _build_backward_formula(forward: Callable[..., int]) -> Callable[..., int]:
     """Return the formula of a backward: gradients of inputs and of weights each cost as much as the forward."""
 
     def backward(*arguments: Any, **keywords: Any) -> int:
@@ -58,7 +58,7 @@ def _backward_of(forward: Callable[..., int]) -> Callable[..., int]:
     return backward
 
 
-def _count_grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+def _count_grouped_product(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
     """Count products of groups of rows, each with its own matrix."""
     if left.dim() == 3 and right.dim() == 2:
         return 2 * left.shape[-2] * right.numel()
@@ -76,17 +76,17 @@ def _count_addmv(_bias: Tensor, matrix: Tensor, *_: Any, **__: Any) -> int:
 # torch's registry has CUDA's attention kernels, but not those of the CPU, recurrent layers or products with vectors.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_counter.flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
-    _aten.mkldnn_rnn_layer: _recurrent_layer,
-    _aten.mkldnn_rnn_layer_backward: _backward_of(_recurrent_layer),
-    _aten._cudnn_rnn: _recurrent_layers,
-    _aten._cudnn_rnn_backward: _backward_of(_recurrent_layers),
-    _aten.miopen_rnn: _recurrent_layers,
-    _aten.miopen_rnn_backward: _backward_of(_recurrent_layers),
-    _aten._grouped_mm: _count_grouped,
-    _aten._scaled_grouped_mm: _count_grouped,
-    _aten._scaled_mm_v2: _count_grouped,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _count_cpu_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_cpu_attention_backward,
+    _aten.mkldnn_rnn_layer: _count_recurrent_layer,
+    _aten.mkldnn_rnn_layer_backward: _build_backward_formula(_count_recurrent_layer),
+    _aten._cudnn_rnn: _count_recurrent_layers,
+    _aten._cudnn_rnn_backward: _build_backward_formula(_count_recurrent_layers),
+    _aten.miopen_rnn: _count_recurrent_layers,
+    _aten.miopen_rnn_backward: _build_backward_formula(_count_recurrent_layers),
+    _aten._grouped_mm: _count_grouped_product,
+    _aten._scaled_grouped_mm: _count_grouped_product,
+    _aten._scaled_mm_v2: _count_grouped_product,
     _aten.mv: _count_vector_product,
     _aten.dot: _count_vector_product,
     _aten.vdot: _count_vector_product,
@@ -103,11 +103,11 @@ _FORMULAS |= {
 }
 
 
-def flops(operation: Operation) -> int:
+def count_flops(operation: Operation) -> int:
     """Return the FLOPs of real products, convolutions, attention and recurrent layers; 0 for other operations."""
-    if _packet(operation) not in _FORMULAS:
+    if _find_formula_key(operation) not in _FORMULAS:
         return 0
-    operands = _operands(operation)
+    operands = _select_operands(operation)
     if not operands or not all(operand.is_floating_point() for operand in operands):
         return 0
     if any(operand.layout is not torch.strided for operand in operands):
@@ -117,12 +117,12 @@ def flops(operation: Operation) -> int:
 
 def _count_by_formula(operation: Operation) -> int:
     keywords = {name: value for name, value in operation.keywords.items() if name != "out"}
-    return int(_FORMULAS[_packet(operation)](*operation.arguments, **keywords, out_val=operation.result))
+    return int(_FORMULAS[_find_formula_key(operation)](*operation.arguments, **keywords, out_val=operation.result))
 
 
-def computed_in(operation: Operation) -> str:
+def name_operation_format(operation: Operation) -> str:
     """Return the name of the format that an operation with `flops` multiplied in."""
-    return _format(_operands(operation)[-1])
+    return _name_format(_select_operands(operation)[-1])
 
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -130,7 +130,9 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def has_no_narrow_kernel(operation: Operation) -> bool:
     """Return whether torch has this operation in fp32 only, such as sparse rows on a CPU."""
-    return any(operand.layout in _COMPRESSED and operand.device.type == "cpu" for operand in _operands(operation))
+    return any(
+        operand.layout in _COMPRESSED and operand.device.type == "cpu" for operand in _select_operands(operation)
+    )
 
 
 _CUBIC: dict[str, float] = {
@@ -148,12 +150,12 @@ _DISTANCES = frozenset({
 _TRANSFORMS = frozenset({"fft_r2c", "fft_c2r", "fft_c2c"})
 
 
-def _is_wide(operation: Operation) -> bool:
+def _is_fp32_only(operation: Operation) -> bool:
     if getattr(operation.function, "namespace", "") != "aten":
         return False
-    packet = _packet(operation)
+    packet = _find_formula_key(operation)
     if packet in _FORMULAS:
-        operands = _operands(operation)
+        operands = _select_operands(operation)
         # torch computes a complex convolution as three real ones, two of them of views.
         split = packet is _aten.convolution and all(
             operand._base is not None and operand._base.is_complex() for operand in operands
@@ -168,13 +170,13 @@ def _is_wide(operation: Operation) -> bool:
     )
 
 
-def _count_wide_flops(operation: Operation) -> int | None:
+def _count_fp32_only_flops(operation: Operation) -> int | None:
     """Return about how many FLOPs wide work has; None if no rule counts them."""
-    packet, given = _packet(operation), _floating(operation)
+    packet, given = _find_formula_key(operation), _list_floating_tensors(operation)
     if packet in _FORMULAS:
         # A complex product is four real ones.
         return _count_by_formula(operation) * (4 if given and given[0].is_complex() else 1)
-    name, sizes = packet.__name__.strip("_").removeprefix("linalg_"), [_numbers(tensor) for tensor in given]
+    name, sizes = packet.__name__.strip("_").removeprefix("linalg_"), [_count_stored_values(tensor) for tensor in given]
     if not given:
         return None
     if name in _CUBIC and given[0].dim() > 1:
@@ -186,7 +188,7 @@ def _count_wide_flops(operation: Operation) -> int | None:
         made = (
             given if backward else [leaf for leaf in pytree.tree_leaves(operation.result) if isinstance(leaf, Tensor)]
         )
-        return (6 if backward else 3) * _numbers(made[0]) * given[int(backward)].shape[-1]
+        return (6 if backward else 3) * _count_stored_values(made[0]) * given[int(backward)].shape[-1]
     if name in _TRANSFORMS:
         axes = operation.arguments[1]
         points = math.prod(given[0].shape[axis] for axis in axes)
@@ -209,50 +211,50 @@ _LIGHT = frozenset({"upsample", "thnn", "flatten", "reorder", "convert", "prepac
 """Words that mark operations which only sound like those: they interpolate, or rearrange weights."""
 
 
-def is_unknown(operation: Operation) -> bool:
+def is_uncounted_operation(operation: Operation) -> bool:
     """Return whether this may be matrix work without a formula: a custom operation, or one of torch's."""
-    function, packet = operation.function, _packet(operation)
-    if _is_wide(operation):
+    function, packet = operation.function, _find_formula_key(operation)
+    if _is_fp32_only(operation):
         return True
     if function.namespace == "aten":
         if packet in _FORMULAS:
-            operands = _operands(operation)
+            operands = _select_operands(operation)
             return len(operands) == 2 and all(operand.layout is not torch.strided for operand in operands)
         words = set(packet.__name__.strip("_").split("_"))
-        return bool(words & _HEAVY) and not words & _LIGHT and bool(_floating(operation))
+        return bool(words & _HEAVY) and not words & _LIGHT and bool(_list_floating_tensors(operation))
     if function.namespace in _CHEAP or packet in _FORMULAS or function.is_view or torch.Tag.pointwise in function.tags:
         return False
-    return bool(_floating(operation))
+    return bool(_list_floating_tensors(operation))
 
 
-def guessed(operation: Operation) -> tuple[int, str]:
+def estimate_unknown_flops(operation: Operation) -> tuple[int, str]:
     """Return an unknown operation's FLOPs, as if its arguments were multiplied, and the format of the largest one.
 
     For a product of two matrices the square root is exact: (m k)(k n)(m n) = (m n k)².
     """
-    given = sorted(_floating(operation), key=_numbers, reverse=True)
-    if _is_wide(operation) and (work := _count_wide_flops(operation)) is not None:
-        return work, _format(given[0])
+    given = sorted(_list_floating_tensors(operation), key=_count_stored_values, reverse=True)
+    if _is_fp32_only(operation) and (work := _count_fp32_only_flops(operation)) is not None:
+        return work, _name_format(given[0])
     made = [leaf for leaf in pytree.tree_leaves(operation.result) if isinstance(leaf, Tensor)]
-    out = max(map(_numbers, made), default=1)
-    pairs = [2 * math.isqrt(_numbers(given[0]) * _numbers(other) * out) for other in given[1:]]
-    return sum(pairs) if pairs else _numbers(given[0]), _format(given[0])
+    out = max(map(_count_stored_values, made), default=1)
+    pairs = [2 * math.isqrt(_count_stored_values(given[0]) * _count_stored_values(other) * out) for other in given[1:]]
+    return sum(pairs) if pairs else _count_stored_values(given[0]), _name_format(given[0])
 
 
-def _floating(operation: Operation) -> list[Tensor]:
+def _list_floating_tensors(operation: Operation) -> list[Tensor]:
     leaves = pytree.tree_leaves((operation.arguments, dict(operation.keywords)))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())]
 
 
-def _packet(operation: Operation) -> Any:
+def _find_formula_key(operation: Operation) -> Any:
     """Return the key of the formulas: the operation without its overload, or a higher-order operator itself."""
     function: Any = operation.function
     return getattr(function, "operator", function._overloadpacket)
 
 
-def _operands(operation: Operation) -> list[Tensor]:
+def _select_operands(operation: Operation) -> list[Tensor]:
     """Return two tensors that were multiplied with each other."""
-    first = 1 if _packet(operation) in _ADDED else 0
+    first = 1 if _find_formula_key(operation) in _ADDED else 0
     given = [*operation.arguments, *operation.keywords.values()][first : first + 2]
     # A recurrent layer on a GPU gets its weights as a list.
     given = [item[0] if isinstance(item, (list, tuple)) and item else item for item in given]
@@ -267,24 +269,24 @@ def _count_sparse_product(operands: list[Tensor]) -> int:
         return 0
     # Each stored value is multiplied with one row or column of the dense matrix, on the side that is not summed over.
     columns = dense[0].shape[-1] if operands[0] is sparse[0] else dense[0].shape[-2]
-    return 2 * _numbers(sparse[0]) * (columns if dense[0].dim() > 1 else 1)
+    return 2 * _count_stored_values(sparse[0]) * (columns if dense[0].dim() > 1 else 1)
 
 
-def _numbers(tensor: Tensor) -> int:
+def _count_stored_values(tensor: Tensor) -> int:
     """Return the number of stored values."""
     if tensor.layout is torch.strided:
         return tensor.numel()
     return (tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()).numel()
 
 
-def _format(operand: Tensor) -> str:
+def _name_format(operand: Tensor) -> str:
     # torchao's tensors show the format that they stand for, and hold codes.
     if type(operand).__module__.startswith("torchao."):
         return "mxfp8" if type(operand).__name__.startswith("MX") else "fp8"
     dtype = operand.dtype.to_real()
-    if dtype is FP32.dtype and computes_tf32(operand.device):
+    if dtype is FP32.dtype and is_tf32_enabled(operand.device):
         return "tf32"
-    return name_of(dtype)
+    return name_dtype(dtype)
 
 
 # -- the work of a step -----------------------------------------------------------------------------------------------
@@ -348,11 +350,14 @@ class Observation:
     def __str__(self) -> str:
         islands = f", {self.island_flops:.3g} FLOPs in islands" if self.island_flops else ""
         fp8 = "".join(f", {work:.3g} FLOPs in {name}" for name, work in self.fp8.items())
-        doubt = f", {share(self.confidence)} of the work known" if self.unknown else ""
+        doubt = f", {format_percent(self.confidence)} of the work known" if self.unknown else ""
         if self.share is None:
             other = "other " if self.fp8 else ""
             return f"{self.expected}: no {other}matrix product or convolution was seen{islands}{fp8}{doubt}"
-        return f"{self.expected}: {share(self.share)} of {sum(self.flops.values()):.3g} FLOPs{islands}{fp8}{doubt}"
+        return (
+            f"{self.expected}: {format_percent(self.share)} of {sum(self.flops.values()):.3g} "
+            f"FLOPs{islands}{fp8}{doubt}"
+        )
 
 
 def is_fp8(name: str) -> bool:
@@ -360,7 +365,7 @@ def is_fp8(name: str) -> bool:
     return name.startswith(("fp8", "mxfp8", "float8_"))
 
 
-class Work(NamedTuple):
+class OperationWork(NamedTuple):
     """The work of an operation: products, or an operation that may compute some."""
 
     flops: int
@@ -387,7 +392,7 @@ class WorkByFormat:
         self._unknown: Counter[str] = Counter()
         self._unknown_as_expected = 0
         self._in_islands = 0
-        self._idle = {id(module): path for path, module in islands(model).items() if not _frozen(module)}
+        self._idle = {id(module): path for path, module in find_islands(model).items() if not _is_frozen(module)}
         self.backward_seen = False
         self._wide_nodes: set[int] = set()
 
@@ -399,7 +404,7 @@ class WorkByFormat:
             for island in operation.islands:
                 self._idle.pop(id(island), None)
         elif work and work.flops and not work.is_wide:
-            self._count(operation, work.flops, computed_in(operation))
+            self._count(operation, work.flops, name_operation_format(operation))
         elif work:
             self._guess(operation, "; torch has nothing narrower" if work.is_wide else "")
 
@@ -416,13 +421,18 @@ class WorkByFormat:
             dict(self._fp8),
         )
 
-    def _work_of(self, operation: Operation) -> Work | None:
+    def _work_of(self, operation: Operation) -> OperationWork | None:
         """Return the work of an operation; None for one that multiplies nothing."""
         is_wide = operation.backward and operation.node in self._wide_nodes
-        if not is_wide and (is_wide := _is_wide(operation)) and not operation.backward and operation.node is not None:
+        if (
+            not is_wide
+            and (is_wide := _is_fp32_only(operation))
+            and not operation.backward
+            and operation.node is not None
+        ):
             self._wide_nodes.add(operation.node)
-        count = flops(operation)
-        return Work(count, is_wide) if count or is_unknown(operation) else None
+        count = count_flops(operation)
+        return OperationWork(count, is_wide) if count or is_uncounted_operation(operation) else None
 
     def _count(self, operation: Operation, work: int, found: str) -> None:
         # Not the model's choice: torch itself has no narrower kernel for these.
@@ -437,7 +447,7 @@ class WorkByFormat:
             self._strays[f"{operation.module or '(the model itself)'} [{found}]"] += work
 
     def _guess(self, operation: Operation, note: str) -> None:
-        work, found = guessed(operation)
+        work, found = estimate_unknown_flops(operation)
         if operation.widened and found == FP32.name:
             return
         place = operation.module or "the model itself"
@@ -446,7 +456,7 @@ class WorkByFormat:
             self._unknown_as_expected += work
 
 
-def _frozen(module: nn.Module) -> bool:
+def _is_frozen(module: nn.Module) -> bool:
     """Return whether all parameters are frozen: such a module may be idle, like an autoencoder with cached latents."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)

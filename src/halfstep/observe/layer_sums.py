@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep.formats import Format
-from halfstep.precision.converted import format_in, plain
+from halfstep.precision.converted import find_layer_format, unwrap_weight
 
 _ROWS, _COLUMNS, _CHANNELS, _PART = 32, 256, 16, 32
 """Rows and columns of a linear layer's results; channels of a convolution's; the part of a weight's rows."""
@@ -38,7 +38,7 @@ class ComparedPart(NamedTuple):
     """The path of the layer, or the name of the parameter."""
 
 
-class Sums(NamedTuple):
+class SumErrors(NamedTuple):
     """How far sampled numbers of a layer are from the exact sums."""
 
     error: float
@@ -55,7 +55,7 @@ class Sums(NamedTuple):
     """The additions that the layer may round: one a call, one a sample in convolutions, one a row in norms."""
 
 
-class _Expected:
+class _ExpectedSums:
     """The exact sums of one tensor, added up over the calls of its layers."""
 
     def __init__(self, format: Format) -> None:
@@ -78,46 +78,53 @@ class LayerSums:
     def __init__(self, format: Format) -> None:
         self._format = format
         self._numbers: dict[ComparedPart, Tensor] = {}
-        self._parameters: dict[int, _Expected] = {}
-        self._inputs: dict[int, _Expected] = {}
+        self._parameters: dict[int, _ExpectedSums] = {}
+        self._inputs: dict[int, _ExpectedSums] = {}
         self._unknown: set[int] = set()
         """Parameters with a term that is not known."""
 
-    def read(self) -> dict[ComparedPart, Sums]:
+    def read(self) -> dict[ComparedPart, SumErrors]:
         """Return the comparisons, which waits for the device."""
         read = torch.stack(list(self._numbers.values())).tolist() if self._numbers else []
-        return {part: Sums(*numbers) for part, numbers in zip(self._numbers, read, strict=True)}
+        return {part: SumErrors(*numbers) for part, numbers in zip(self._numbers, read, strict=True)}
 
     def called(self, path: str, layer: Any, given: Tensor, output: Tensor) -> None:
         """Compare the results of a layer's first call, and expect its gradients."""
-        format, part = format_in(layer, self._format), ComparedPart(RESULT, path)
-        if not _has_shapes(layer, given, output):
+        format, part = find_layer_format(layer, self._format), ComparedPart(RESULT, path)
+        if not _has_plain_shapes(layer, given, output):
             self._unknown.update(map(id, layer._parameters.values()))
             return
         if not isinstance(layer, _NORMS) and part not in self._numbers:
-            found = _results(layer, given.detach(), output.detach(), format)
+            found = _compare_results(layer, given.detach(), output.detach(), format)
             self._numbers.update({} if found is None else {part: found})
         if not output.requires_grad:
             return
         version, key = given._version, id(given)
         output.register_hook(lambda gradient: self._add_gradient(layer, given, version, gradient))
         if isinstance(layer, nn.Linear) and given.requires_grad and key not in self._inputs:
-            self._inputs[key] = _Expected(format)
+            self._inputs[key] = _ExpectedSums(format)
             given.register_hook(lambda gradient: self._compare_returned(path, key, gradient))
 
     def compare_gradients(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Compare the gradients of parameters after backward; none is the same as zeros."""
         for name, parameter in named:
             if id(parameter) in self._parameters and id(parameter) not in self._unknown:
-                with only_computing(parameter):
-                    got = torch.zeros_like(plain(parameter)) if parameter.grad is None else plain(parameter.grad)
+                with compute_without_recording(parameter):
+                    got = (
+                        torch.zeros_like(unwrap_weight(parameter))
+                        if parameter.grad is None
+                        else unwrap_weight(parameter.grad)
+                    )
                     self._numbers[ComparedPart(PARAMETER, name)] = self._parameters[id(parameter)].compared(got)
 
     def _add_gradient(self, layer: Any, given: Tensor, version: int, gradient: Tensor) -> None:
         """Add the terms of one call, when the gradient of its output arrives."""
-        own, format = [layer._parameters.get(name) for name in ("weight", "bias")], format_in(layer, self._format)
+        own, format = (
+            [layer._parameters.get(name) for name in ("weight", "bias")],
+            find_layer_format(layer, self._format),
+        )
         weight, bias = (p if p is not None and p.requires_grad else None for p in own)
-        with only_computing(gradient):
+        with compute_without_recording(gradient):
             if given._version != version:
                 self._unknown.update(map(id, own))
                 return
@@ -131,39 +138,42 @@ class LayerSums:
             roundings = d.numel() // layer.weight.numel() if is_norm and weight is not None else added
             if bias is not None:
                 terms = slice(None), _sum_except_bias(layer, d), _sum_except_bias(layer, d.square())
-                self._parameters.setdefault(id(bias), _Expected(format)).add(*terms, roundings)
+                self._parameters.setdefault(id(bias), _ExpectedSums(format)).add(*terms, roundings)
             if weight is not None:
-                terms = _weight_terms(layer, x, d)
-                self._parameters.setdefault(id(weight), _Expected(format)).add(*terms, roundings)
+                terms = _compute_weight_terms(layer, x, d)
+                self._parameters.setdefault(id(weight), _ExpectedSums(format)).add(*terms, roundings)
             if id(given) in self._inputs and isinstance(layer, nn.Linear):
-                rows, w = places(len(d), _ROWS).to(d.device), _round_to(plain(layer.weight).detach(), format)
+                rows, w = (
+                    sample_positions(len(d), _ROWS).to(d.device),
+                    _round_to(unwrap_weight(layer.weight).detach(), format),
+                )
                 self._inputs[id(given)].add(rows, d[rows] @ w, d[rows].square() @ w.square())
 
     def _compare_returned(self, path: str, key: int, gradient: Tensor) -> None:
         """Compare the gradient that a linear layer returns, where nothing else is given the same input."""
         expected = self._inputs.pop(key, None)
         if expected is not None and expected.calls == 1:
-            with only_computing(gradient):
+            with compute_without_recording(gradient):
                 got = gradient.detach().reshape(-1, gradient.shape[-1])
                 self._numbers.setdefault(ComparedPart(INPUT, path), expected.compared(got))
 
 
 @contextmanager
-def only_computing(tensor: Tensor) -> Iterator[None]:
+def compute_without_recording(tensor: Tensor) -> Iterator[None]:
     """Compute in fp32, without a graph, and unseen by function modes, which would record it as the model's."""
     with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         yield
 
 
 @cache
-def places(length: int, most: int) -> Tensor:
+def sample_positions(length: int, most: int) -> Tensor:
     """Return positions in a row of this length: all of them, or a random choice that is always the same."""
     if length <= most:
         return torch.arange(length)
     return torch.randint(length, (most,), generator=torch.Generator().manual_seed(length)).sort().values
 
 
-def _has_shapes(layer: Any, given: Tensor, output: Tensor) -> bool:
+def _has_plain_shapes(layer: Any, given: Tensor, output: Tensor) -> bool:
     """Return whether the shapes are those of a plain layer and a batch."""
     if isinstance(layer, _NORMS):
         return output.shape == given.shape
@@ -173,39 +183,44 @@ def _has_shapes(layer: Any, given: Tensor, output: Tensor) -> bool:
     return bool(given.ndim == output.ndim == len(shape) and output.shape[1] == shape[0])
 
 
-def _results(layer: Any, given: Tensor, output: Tensor, format: Format) -> Tensor | None:
+def _compare_results(layer: Any, given: Tensor, output: Tensor, format: Format) -> Tensor | None:
     """Compare the results of a linear layer or a convolution; None if it computes another shape."""
-    weight, bias = plain(layer.weight).detach(), None if layer.bias is None else plain(layer.bias).detach()
+    weight, bias = (
+        unwrap_weight(layer.weight).detach(),
+        None if layer.bias is None else unwrap_weight(layer.bias).detach(),
+    )
     if isinstance(layer, nn.Linear):
         given, output = given.reshape(-1, given.shape[-1]), output.reshape(-1, len(weight))
-        rows = places(len(given), min(_ROWS, max(2, len(given) // 16))).to(weight.device)
+        rows = sample_positions(len(given), min(_ROWS, max(2, len(given) // 16))).to(weight.device)
         most, given, output = _COLUMNS, given[rows], output[rows]
     else:
         most, given, output = _CHANNELS if layer.groups == 1 else len(weight), given[:1], output[:1]
-    columns = places(len(weight), most).to(weight.device)
+    columns = sample_positions(len(weight), most).to(weight.device)
     # Rounded as the layer rounds them: what remains is the rounding of its result.
     x, w = _round_to(given, format), _round_to(weight[columns], format)
-    product, spread = _multiply(layer, x, w), _multiply(layer, x.square(), w.square())
+    product, spread = _apply_layer_weight(layer, x, w), _apply_layer_weight(layer, x.square(), w.square())
     if product.shape != output[:, columns].shape:
         return None
     added = w.new_zeros(len(w)) if bias is None else _round_to(bias[columns], format)
     return _compare_sums(output[:, columns], product, spread, added.view(-1, *[1] * (product.ndim - 2)), format, 1)
 
 
-def _weight_terms(layer: Any, x: Tensor, d: Tensor) -> tuple[Any, Tensor, Tensor]:
+def _compute_weight_terms(layer: Any, x: Tensor, d: Tensor) -> tuple[Any, Tensor, Tensor]:
     """Return which rows of a weight's gradient are known, their sums, and the sums of squared terms."""
     if isinstance(layer, _NORMS):
         terms = d * _normalize_input(layer, x)
         return slice(None), _sum_except_bias(layer, terms), _sum_except_bias(layer, terms.square())
     most = max(4, len(layer.weight) // _PART)
-    rows = places(len(layer.weight), most if isinstance(layer, nn.Linear) or layer.groups == 1 else len(layer.weight))
+    rows = sample_positions(
+        len(layer.weight), most if isinstance(layer, nn.Linear) or layer.groups == 1 else len(layer.weight)
+    )
     rows, d = rows.to(d.device), d[:, rows.to(d.device)]
     if isinstance(layer, nn.Linear):
         return rows, d.T @ x, d.T.square() @ x.square()
     with torch.enable_grad():
-        w = plain(layer.weight).detach()[rows].float().requires_grad_()
-        exact = torch.autograd.grad(_multiply(layer, x, w), w, d)[0]
-        return rows, exact, torch.autograd.grad(_multiply(layer, x.square(), w), w, d.square())[0]
+        w = unwrap_weight(layer.weight).detach()[rows].float().requires_grad_()
+        exact = torch.autograd.grad(_apply_layer_weight(layer, x, w), w, d)[0]
+        return rows, exact, torch.autograd.grad(_apply_layer_weight(layer, x.square(), w), w, d.square())[0]
 
 
 def _sum_except_bias(layer: Any, terms: Tensor) -> Tensor:
@@ -227,7 +242,7 @@ def _normalize_input(layer: Any, x: Tensor) -> Tensor:
     return functional.batch_norm(x, mean, variance, training=own, eps=layer.eps)
 
 
-def _multiply(layer: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+def _apply_layer_weight(layer: Any, inputs: Tensor, weight: Tensor) -> Tensor:
     found: Tensor = inputs @ weight.T if isinstance(layer, nn.Linear) else layer._conv_forward(inputs, weight, None)
     return found
 

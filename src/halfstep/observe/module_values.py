@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from halfstep.formats import Format, is_narrow
-from halfstep.observe.layer_sums import LAYERS, LayerSums, only_computing, places
-from halfstep.observe.recorder import OUTSIDE, as_written
+from halfstep.observe.layer_sums import LAYERS, LayerSums, compute_without_recording, sample_positions
+from halfstep.observe.recorder import OUTSIDE, strip_compile_wrappers
 
 _SAMPLED = 4096
 """Elements of an output that are kept."""
@@ -49,7 +49,7 @@ class ModuleValues:
         self.gradients: list[Tensor] = []
         self.sums = LayerSums(format)
         self._model, self._with_gradients = model, gradients
-        self._chance = _SameChance(self._chose)
+        self._chance = _StableRandomMode(self._chose)
         self._running: list[str] = []
         self._last: Tensor | None = None
         self._active = ExitStack()
@@ -63,7 +63,7 @@ class ModuleValues:
         with ExitStack() as entering:
             for path, module in self._model.named_modules():
                 if not isinstance(module, torch.jit.ScriptModule):
-                    begins, ends = self._begins(as_written(path)), self._ends
+                    begins, ends = self._begins(strip_compile_wrappers(path)), self._ends
                     entering.callback(module.register_forward_pre_hook(begins).remove)
                     entering.callback(module.register_forward_hook(ends, with_kwargs=True, always_call=True).remove)
             entering.enter_context(self._chance)
@@ -88,7 +88,7 @@ class ModuleValues:
         if found is None:
             return
         given: Any = next(iter((*inputs, *keywords.values())), None)
-        with only_computing(found):
+        with compute_without_recording(found):
             if isinstance(module, LAYERS) and found is output and _has_numbers(given):
                 self.sums.called(path, module, given, found)
             # A container returns what its last module returned.
@@ -96,7 +96,7 @@ class ModuleValues:
                 return
             self._last, out = found, found.detach()
             flat = out.reshape(1) if out.ndim == 0 else out
-            at = torch.unravel_index(places(flat.numel(), _SAMPLED).to(out.device), flat.shape)
+            at = torch.unravel_index(sample_positions(flat.numel(), _SAMPLED).to(out.device), flat.shape)
             self.modules[path] = ModuleCall(tuple(out.shape), flat[at].float(), torch.stack(torch.aminmax(out)).float())
         if self._with_gradients and found.requires_grad:
             found.register_hook(lambda gradient: self.gradients.append(gradient.detach().abs().amax().float()))
@@ -107,7 +107,7 @@ class ModuleValues:
         self.choices.setdefault(f"{name} in {where or 'the model itself'}", []).append(kept)
 
 
-class _SameChance(TorchFunctionMode):
+class _StableRandomMode(TorchFunctionMode):
     """Makes random numbers independent of the format, and reports discrete choices.
 
     torch draws other numbers for 16-bit tensors than for fp32. Dropout, whose mask on a GPU depends on the format, is

@@ -19,68 +19,70 @@ from torch.nn.utils import get_total_norm
 from torch.utils import _pytree as pytree
 
 from halfstep import distributed
-from halfstep.formats import name_of
-from halfstep.observe.emulate import run_wide
-from halfstep.observe.reachable import leaves
-from halfstep.observe.recorder import Operation, as_written, storage_key
-from halfstep.user_code import running_line
+from halfstep.formats import name_dtype
+from halfstep.observe.emulate import run_in_fp32
+from halfstep.observe.reachable import iterate_tensor_leaves
+from halfstep.observe.recorder import Operation, identify_storage, strip_compile_wrappers
+from halfstep.user_code import find_running_line
 
 Kinds = frozenset[str]
 NAN, INF, MINUS_INF = "nan", "inf", "-inf"
 
 
-def all_finite(tensor: Tensor) -> bool:
+def is_all_finite(tensor: Tensor) -> bool:
     """Return whether all values are finite. Reads the device: for a diagnosis, not for every step."""
-    return bool(torch.isfinite(_real(tensor)).all())
+    return bool(torch.isfinite(_convert_to_real(tensor)).all())
 
 
-def kinds_of(tensor: Tensor) -> Kinds:
+def find_nonfinite_kinds(tensor: Tensor) -> Kinds:
     """Return which of nan, inf and -inf a tensor contains."""
-    real = _real(tensor)
+    real = _convert_to_real(tensor)
     found = {NAN: real.isnan(), INF: real == torch.inf, MINUS_INF: real == -torch.inf}
     return frozenset(kind for kind, where in found.items() if bool(where.any()))
 
 
-def largest_finite(tensor: Tensor) -> float:
+def find_largest_finite(tensor: Tensor) -> float:
     """Return the largest finite absolute value; 0 if there is none."""
-    real = _real(tensor)
+    real = _convert_to_real(tensor)
     if not real.numel():
         return 0.0
     return float(torch.where(real.isfinite(), real.abs(), 0).max().item())
 
 
-def norm_of(tensor: Tensor) -> float:
+def compute_norm(tensor: Tensor) -> float:
     """Return the 2-norm as a Python float, also where fp32 could not hold the squares; NaN for non-finite values."""
     if tensor.is_sparse:
         tensor = tensor.detach().coalesce().values()  # an index may be repeated
-    largest = largest_finite(tensor)
-    if not largest or not all_finite(tensor):
-        return 0.0 if all_finite(tensor) else math.nan
-    real = _real(tensor)
+    largest = find_largest_finite(tensor)
+    if not largest or not is_all_finite(tensor):
+        return 0.0 if is_all_finite(tensor) else math.nan
+    real = _convert_to_real(tensor)
     wide = real if real.dtype is torch.float64 else real.float()
     # Divided by the largest value first, so that no square overflows.
     return float(torch.linalg.vector_norm(wide / largest).item()) * largest
 
 
-def total_norm(gradients: Iterable[Tensor]) -> float:
+def compute_total_norm(gradients: Iterable[Tensor]) -> float:
     """Return the 2-norm of all gradients with a step's own roundings: inf where fp32 cannot hold the squares."""
-    plain = [local(gradient.detach().coalesce() if gradient.is_sparse else gradient) for gradient in gradients]
+    plain = [
+        extract_local_tensor(gradient.detach().coalesce() if gradient.is_sparse else gradient) for gradient in gradients
+    ]
     return float(get_total_norm(plain).item()) if plain else 0.0
 
 
-def local(tensor: Tensor) -> Tensor:
+def extract_local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: a look at all shards would need every rank to take part."""
     if tensor.is_sparse:
         return tensor.detach()._values()
-    if not distributed.is_shard(tensor):
+    if not distributed.is_dtensor_shard(tensor):
         return tensor.detach()
     shards: Any = tensor.detach()
     mine: Tensor = shards.to_local()
     return mine
 
 
-def _real(tensor: Tensor) -> Tensor:
-    found = local(tensor)
+def _convert_to_real(tensor: Tensor) -> Tensor:
+    found = extract_local_tensor(tensor)
     found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
     # Few kernels exist for fp8. Every e5m2 value fits fp16; e4m3 is widened to fp32.
     return (
@@ -122,7 +124,7 @@ class OperationInput:
 
 
 @dataclass(frozen=True)
-class Made:
+class NonfiniteSource:
     """An operation whose result is non-finite, or a tensor that was so from the outset."""
 
     order: int
@@ -135,12 +137,12 @@ class Made:
     kinds: Kinds
     format: str
     """The format of the result."""
-    parents: tuple[Made, ...] = ()
+    parents: tuple[NonfiniteSource, ...] = ()
     on_purpose: bool = False
     """Whether the infinities were requested, as in a mask."""
     outside: str | None = None
     """The input that was non-finite before anything was computed: a weight, a buffer, the batch."""
-    meant_by: tuple[Made, ...] = ()
+    meant_by: tuple[NonfiniteSource, ...] = ()
     """The sources of infinities that were requested."""
     reduces: bool = False
     """Whether the operation reduces many values to fewer: if a mask hides all of them, nothing is left."""
@@ -167,39 +169,51 @@ class NonfiniteOrigins:
         """Follow a step of `model` on `batch`; `held` are other named tensors, such as those of a second model."""
         self.order = 0
         self._line: str | None = None
-        self._bad: dict[int, tuple[StorageWeakRef, Made]] = {}
+        self._bad: dict[int, tuple[StorageWeakRef, NonfiniteSource]] = {}
         self._computed: dict[int, StorageWeakRef] = {}
         self._lines: dict[int, str | None] = {}
-        self._outside: dict[int, Made] = {}
+        self._outside: dict[int, NonfiniteSource] = {}
         others = {name: tensor for name, tensor in (held or {}).items() if _has_numbers(tensor)}
-        self._names = {storage_key(tensor): name for name, tensor in others.items()}
-        self._names |= {storage_key(leaf): BATCH + path for path, leaf in leaves(batch) if _has_numbers(leaf)}
+        self._names = {identify_storage(tensor): name for name, tensor in others.items()}
         self._names |= {
-            storage_key(buffer): f"buffer {as_written(name)}"
+            identify_storage(leaf): BATCH + path for path, leaf in iterate_tensor_leaves(batch) if _has_numbers(leaf)
+        }
+        self._names |= {
+            identify_storage(buffer): f"buffer {strip_compile_wrappers(name)}"
             for name, buffer in model.named_buffers()
             if _has_numbers(buffer)
         }
-        self._names |= {storage_key(weight): f"weight {as_written(name)}" for name, weight in model.named_parameters()}
+        self._names |= {
+            identify_storage(weight): f"weight {strip_compile_wrappers(name)}"
+            for name, weight in model.named_parameters()
+        }
         # Recorded before the step: an input that is written in place shows its result afterwards.
-        ours = [*(leaf for _, leaf in leaves(batch)), *model.buffers(), *model.parameters(), *others.values()]
-        self._bad_before = {storage_key(tensor) for tensor in ours if _has_numbers(tensor) and not all_finite(tensor)}
+        ours = [
+            *(leaf for _, leaf in iterate_tensor_leaves(batch)),
+            *model.buffers(),
+            *model.parameters(),
+            *others.values(),
+        ]
+        self._bad_before = {
+            identify_storage(tensor) for tensor in ours if _has_numbers(tensor) and not is_all_finite(tensor)
+        }
 
     @torch.no_grad()
     def __call__(self, operation: Operation) -> None:
         self.order += 1
         # Now, while the user's frame is on the stack. In backward there is none, so forward's line is kept by node.
-        self._line = line = running_line()
+        self._line = line = find_running_line()
         if not operation.backward and operation.node is not None:
             self._lines[operation.node] = line
-        packet = _packet(operation)
+        packet = _strip_overload(operation)
         if packet in _LIFTS:
             self._literals(operation)
         # A view shares its storage, which is known already.
-        schema = _schema(operation)
+        schema = _find_schema(operation)
         if schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
             return
-        written = _results(operation)
-        spoiled = [] if packet in _UNSET else [t for t in written if not all_finite(t)]
+        written = _list_results(operation)
+        spoiled = [] if packet in _UNSET else [t for t in written if not is_all_finite(t)]
         if spoiled:
             made = self._made(operation, spoiled, line)
             for tensor in spoiled:
@@ -209,110 +223,114 @@ class NonfiniteOrigins:
             reference = StorageWeakRef(tensor.untyped_storage())
             self._computed[reference.cdata] = reference
 
-    def reaching(self, tensors: Iterable[Tensor]) -> Made | None:
+    def reaching(self, tensors: Iterable[Tensor]) -> NonfiniteSource | None:
         """Return the first origin of the non-finite values in these tensors; None if all are finite."""
         ends = [made for tensor in tensors if (made := self._of(tensor)) is not None]
-        return _first(ends) or _find_masked_reduction(ends)
+        return _find_first_origin(ends) or _find_masked_reduction(ends)
 
-    def reaching_backward(self) -> Made | None:
+    def reaching_backward(self) -> NonfiniteSource | None:
         """Return the same for the gradients of a sharded model, which depend on other ranks as well."""
-        return _first([made for _, made in self._bad.values() if made.backward])
+        return _find_first_origin([made for _, made in self._bad.values() if made.backward])
 
-    def _made(self, operation: Operation, spoiled: list[Tensor], line: str | None) -> Made:
-        kinds = frozenset[str]().union(*map(kinds_of, spoiled))
-        inputs = _tensors((operation.arguments, dict(operation.keywords)))
+    def _made(self, operation: Operation, spoiled: list[Tensor], line: str | None) -> NonfiniteSource:
+        kinds = frozenset[str]().union(*map(find_nonfinite_kinds, spoiled))
+        inputs = _list_local_tensors((operation.arguments, dict(operation.keywords)))
         parents = self._parents(operation, inputs)
         guilty = tuple(made for made in parents if not made.on_purpose)
         meant = frozenset[str]().union(*(made.kinds for made in parents if made.on_purpose))
         leaves = pytree.tree_leaves((operation.arguments, dict(operation.keywords)))
         asked = any(isinstance(leaf, float) and math.isinf(leaf) for leaf in leaves)
         on_purpose = not guilty and NAN not in kinds and (kinds <= meant or asked)
-        made = Made(
+        made = NonfiniteSource(
             self.order,
-            str(_packet(operation)),
+            str(_strip_overload(operation)),
             operation.module,
             operation.backward,
             line or self._lines.get(-1 if operation.node is None else operation.node),
             kinds,
-            name_of(spoiled[0].dtype),
+            name_dtype(spoiled[0].dtype),
             guilty,
             on_purpose,
-            OTHERS if _namespace(operation) in _SENT and not guilty else None,
+            OTHERS if _find_namespace(operation) in _SENT and not guilty else None,
             tuple(made for made in parents if made.on_purpose) if on_purpose else (),
             max((tensor.numel() for tensor in inputs), default=0) > sum(tensor.numel() for tensor in spoiled),
         )
         if not made.is_origin:
             return made
-        written = {storage_key(tensor) for tensor in written_by(operation)}
+        written = {identify_storage(tensor) for tensor in list_written_tensors(operation)}
         return replace(
             made,
-            given=tuple(_describe_input(tensor, written=storage_key(tensor) in written) for tensor in inputs),
-            operands=_operands(operation, written),
-            in_fp32=_repeat_in_fp32(operation),
-            in_fp64=_repeat_in_fp64(operation, inputs),
+            given=tuple(_describe_input(tensor, written=identify_storage(tensor) in written) for tensor in inputs),
+            operands=_describe_operands(operation, written),
+            in_fp32=_compute_fp32_maximum(operation),
+            in_fp64=_compute_fp64_maximum(operation, inputs),
             selects_nothing=_selects_nothing(operation),
         )
 
     def _literals(self, operation: Operation) -> None:
         """Record tensors made of Python numbers: no operation computed them, and they did not exist before."""
-        for tensor in _tensors(operation.result):
-            if not all_finite(tensor):
-                reference, kinds = StorageWeakRef(tensor.untyped_storage()), kinds_of(tensor)
+        for tensor in _list_local_tensors(operation.result):
+            if not is_all_finite(tensor):
+                reference, kinds = StorageWeakRef(tensor.untyped_storage()), find_nonfinite_kinds(tensor)
                 # One number is a constant in the code; several are data that was read during the step.
                 name = LITERAL if tensor.numel() == 1 else CONSTANT
                 self._bad[reference.cdata] = reference, self._came(tensor, kinds, name, kinds == {MINUS_INF})
 
-    def _came(self, tensor: Tensor, kinds: Kinds, name: str, on_purpose: bool) -> Made:
-        return Made(
-            self.order, "", "", False, self._line, kinds, name_of(tensor.dtype), on_purpose=on_purpose, outside=name
+    def _came(self, tensor: Tensor, kinds: Kinds, name: str, on_purpose: bool) -> NonfiniteSource:
+        return NonfiniteSource(
+            self.order, "", "", False, self._line, kinds, name_dtype(tensor.dtype), on_purpose=on_purpose, outside=name
         )
 
-    def _parents(self, operation: Operation, inputs: list[Tensor]) -> list[Made]:
+    def _parents(self, operation: Operation, inputs: list[Tensor]) -> list[NonfiniteSource]:
         """Return the non-finite inputs of an operation.
 
         An input that was written in place holds the result by now, so only its earlier record counts.
         """
-        written = {storage_key(tensor) for tensor in written_by(operation)}
+        written = {identify_storage(tensor) for tensor in list_written_tensors(operation)}
         known = [
-            t for t in inputs if (key := storage_key(t)) not in written or key in self._bad or key in self._bad_before
+            t
+            for t in inputs
+            if (key := identify_storage(t)) not in written or key in self._bad or key in self._bad_before
         ]
         return [made for tensor in known if (made := self._of(tensor)) is not None]
 
-    def _of(self, tensor: Tensor) -> Made | None:
+    def _of(self, tensor: Tensor) -> NonfiniteSource | None:
         """Return what made this tensor non-finite; None if it is finite, or was never initialized."""
-        if all_finite(tensor):
+        if is_all_finite(tensor):
             return None
-        key = storage_key(tensor)
+        key = identify_storage(tensor)
         if key in self._bad:
             return self._bad[key][1]
         # Computed, but never recorded as non-finite: `empty` made it, and its values mean nothing.
         return None if key in self._computed else self._origin_outside(tensor, key)
 
-    def _origin_outside(self, tensor: Tensor, key: int) -> Made:
+    def _origin_outside(self, tensor: Tensor, key: int) -> NonfiniteSource:
         if key not in self._outside:
-            kinds, name = kinds_of(tensor), self._names.get(key, CONSTANT)
+            kinds, name = find_nonfinite_kinds(tensor), self._names.get(key, CONSTANT)
             # A constant of -inf is a mask. In a weight or in the batch it is not assumed to be one.
             on_purpose = kinds == {MINUS_INF} and not name.startswith((BATCH, "weight"))
             self._outside[key] = self._came(tensor, kinds, name, on_purpose)
         return self._outside[key]
 
 
-def _first(ends: list[Made]) -> Made | None:
+def _find_first_origin(ends: list[NonfiniteSource]) -> NonfiniteSource | None:
     """Return the first origin of all that led to these."""
     # A batch may contain a mask of -inf, which is named only if there is no other origin.
-    origins = [made for made in _behind(ends, lambda made: made.parents) if made.is_origin]
+    origins = [made for made in _collect_ancestors(ends, lambda made: made.parents) if made.is_origin]
     return min(origins, key=lambda made: (_is_perhaps_mask(made), made.order), default=None)
 
 
-def _find_masked_reduction(ends: list[Made]) -> Made | None:
+def _find_masked_reduction(ends: list[NonfiniteSource]) -> NonfiniteSource | None:
     """Return the first reduction that had only requested infinities to work on, where there is no origin."""
-    reducing = [made for made in _behind(ends, lambda made: made.meant_by) if made.reduces]
+    reducing = [made for made in _collect_ancestors(ends, lambda made: made.meant_by) if made.reduces]
     return min(reducing or ends, key=lambda made: made.order, default=None)
 
 
-def _behind(ends: list[Made], led_by: Callable[[Made], tuple[Made, ...]]) -> list[Made]:
+def _collect_ancestors(
+    ends: list[NonfiniteSource], led_by: Callable[[NonfiniteSource], tuple[NonfiniteSource, ...]]
+) -> list[NonfiniteSource]:
     """Return these, and all that led to them."""
-    found: dict[int, Made] = {}
+    found: dict[int, NonfiniteSource] = {}
     left = list(ends)
     while left:
         made = left.pop()
@@ -322,7 +340,7 @@ def _behind(ends: list[Made], led_by: Callable[[Made], tuple[Made, ...]]) -> lis
     return list(found.values())
 
 
-def _is_perhaps_mask(made: Made) -> bool:
+def _is_perhaps_mask(made: NonfiniteSource) -> bool:
     return made.outside is not None and made.outside.startswith(BATCH) and made.kinds == {MINUS_INF}
 
 
@@ -330,113 +348,113 @@ def _describe_input(tensor: Tensor, *, written: bool = False) -> OperationInput:
     """Describe an input; if it was `written`, it holds the result by now, and its non-finite values were not given."""
     has_zero = bool((tensor == 0).any())
     has_negative = not tensor.is_complex() and bool((tensor < 0).any())
-    shape, kinds = tuple(tensor.shape), frozenset[str]() if written else kinds_of(tensor)
-    return OperationInput(name_of(tensor.dtype), shape, largest_finite(tensor), has_zero, has_negative, kinds)
+    shape, kinds = tuple(tensor.shape), frozenset[str]() if written else find_nonfinite_kinds(tensor)
+    return OperationInput(name_dtype(tensor.dtype), shape, find_largest_finite(tensor), has_zero, has_negative, kinds)
 
 
-def _operands(operation: Operation, written: set[int]) -> tuple[OperationInput, ...]:
+def _describe_operands(operation: Operation, written: set[int]) -> tuple[OperationInput, ...]:
     found = []
     for argument in operation.arguments[:2]:
         if isinstance(argument, (int, float)):
             argument = torch.tensor(float(argument))
         if not isinstance(argument, Tensor) or argument.layout is not torch.strided or argument.is_meta:
             break
-        found.append(_describe_input(local(argument), written=storage_key(argument) in written))
+        found.append(_describe_input(extract_local_tensor(argument), written=identify_storage(argument) in written))
     return tuple(found)
 
 
-def _packet(operation: Operation) -> Any:
+def _strip_overload(operation: Operation) -> Any:
     """Return the operation without its overload; higher-order operators, such as torch.cond, have none."""
     return getattr(operation.function, "_overloadpacket", operation.function)
 
 
-def _namespace(operation: Operation) -> str:
+def _find_namespace(operation: Operation) -> str:
     return str(getattr(operation.function, "namespace", ""))
 
 
-def _schema(operation: Operation) -> Any:
+def _find_schema(operation: Operation) -> Any:
     return getattr(operation.function, "_schema", None)
 
 
 def _selects_nothing(operation: Operation) -> bool:
     """Return whether a mean over labels is over none: all are ignored, or the others have zero weight."""
-    if _packet(operation) not in _CHOOSES or len(operation.arguments) < 5:
+    if _strip_overload(operation) not in _CHOOSES or len(operation.arguments) < 5:
         return False
     target, weight, _, ignored = operation.arguments[1:5]
     counted = target[target != ignored]
     return not counted.numel() or (weight is not None and not bool(weight[counted].any()))
 
 
-def _repeat_in_fp64(operation: Operation, inputs: list[Tensor]) -> float | None:
+def _compute_fp64_maximum(operation: Operation, inputs: list[Tensor]) -> float | None:
     """Return the result's largest value in fp64, to tell an undefined result from one too large for fp32."""
-    if _namespace(operation) != "aten" or _overwrites(operation):
+    if _find_namespace(operation) != "aten" or _overwrites_inputs(operation):
         return None
     if sum(tensor.numel() for tensor in inputs) > _MOST_IN_FP64:
         return None
     try:
-        arguments, keywords = pytree.tree_map(_wide, (operation.arguments, dict(operation.keywords)))
-        wide = _tensors(operation.function(*arguments, **keywords))
+        arguments, keywords = pytree.tree_map(_convert_to_fp64, (operation.arguments, dict(operation.keywords)))
+        wide = _list_local_tensors(operation.function(*arguments, **keywords))
     except Exception:  # no such kernel, no such format on this device
         return None
-    return max(map(largest_finite, wide)) if wide and all(map(all_finite, wide)) else None
+    return max(map(find_largest_finite, wide)) if wide and all(map(is_all_finite, wide)) else None
 
 
-def _overwrites(operation: Operation) -> bool:
-    return _packet(operation) not in _NORMALIZES and bool(written_by(operation))
+def _overwrites_inputs(operation: Operation) -> bool:
+    return _strip_overload(operation) not in _NORMALIZES and bool(list_written_tensors(operation))
 
 
 def _copy_statistics(operation: Operation) -> tuple[Any, ...]:
     """Return the arguments with copies of the running statistics: a second call must not update them twice."""
-    if _packet(operation) not in _NORMALIZES:
+    if _strip_overload(operation) not in _NORMALIZES:
         return operation.arguments
     kept = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in operation.arguments[3:5]]
     return (*operation.arguments[:3], *kept, *operation.arguments[5:])
 
 
-def _wide(leaf: Any) -> Any:
+def _convert_to_fp64(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         return leaf.detach().double()
     return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
 
-def _repeat_in_fp32(operation: Operation) -> float | None:
-    if _namespace(operation) != "aten":
+def _compute_fp32_maximum(operation: Operation) -> float | None:
+    if _find_namespace(operation) != "aten":
         return None  # a second call of a collective would wait forever
-    if _overwrites(operation):
+    if _overwrites_inputs(operation):
         return None  # its input is overwritten
     try:
-        wide = _tensors(run_wide(operation.function, _copy_statistics(operation), operation.keywords))
+        wide = _list_local_tensors(run_in_fp32(operation.function, _copy_statistics(operation), operation.keywords))
     except (RuntimeError, NotImplementedError):
         return None
-    return max(map(largest_finite, wide)) if wide and all(map(all_finite, wide)) else None
+    return max(map(find_largest_finite, wide)) if wide and all(map(is_all_finite, wide)) else None
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _list_local_tensors(tree: Any) -> list[Tensor]:
     found = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and _has_numbers(leaf)]
-    return list(map(local, found))
+    return list(map(extract_local_tensor, found))
 
 
 def _has_numbers(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout is torch.strided and not tensor.is_meta
 
 
-def _results(operation: Operation) -> list[Tensor]:
+def _list_results(operation: Operation) -> list[Tensor]:
     """Return the returned tensors, or the written ones if nothing is returned, as by foreach operations."""
     if operation.result is None:
-        return written_by(operation)
-    also = written_by(operation) if _packet(operation) in _NORMALIZES else []
-    return _tensors(operation.result) + also
+        return list_written_tensors(operation)
+    also = list_written_tensors(operation) if _strip_overload(operation) in _NORMALIZES else []
+    return _list_local_tensors(operation.result) + also
 
 
-def written_by(operation: Operation) -> list[Tensor]:
+def list_written_tensors(operation: Operation) -> list[Tensor]:
     """Return the tensors that an operation wrote into, as far as its schema tells."""
-    if _packet(operation) in _NORMALIZES:
+    if _strip_overload(operation) in _NORMALIZES:
         # The running statistics that a batch normalization updates in training.
         arguments = operation.arguments
-        return _tensors(arguments[3:5]) if len(arguments) > 5 and arguments[5] else []
-    schema = _schema(operation)
+        return _list_local_tensors(arguments[3:5]) if len(arguments) > 5 and arguments[5] else []
+    schema = _find_schema(operation)
     taken = () if schema is None else schema.arguments
     if not any(a.alias_info is not None and a.alias_info.is_write for a in taken):
         return []
     given = {**dict(zip((a.name for a in taken), operation.arguments, strict=False)), **operation.keywords}
-    return _tensors([given.get(a.name) for a in taken if a.alias_info is not None and a.alias_info.is_write])
+    return _list_local_tensors([given.get(a.name) for a in taken if a.alias_info is not None and a.alias_info.is_write])

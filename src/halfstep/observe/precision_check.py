@@ -12,18 +12,18 @@ from torch import nn
 from halfstep.errors import PrecisionNotObserved
 from halfstep.finding import Finding
 from halfstep.formats import BF16, FP16, FP32, FP64
-from halfstep.numbers import share
+from halfstep.numbers import format_percent
 from halfstep.observe.flops import SHARE_REQUIRED, Observation, WorkByFormat
-from halfstep.observe.lint.functions import OwnFunctions
-from halfstep.observe.lint.listener import placed
-from halfstep.observe.recorder import MemoryListener, Recorder, eagerly, uses_compiled
-from halfstep.precision.converted import converted_layers
+from halfstep.observe.lint.functions import OwnFunctionLint
+from halfstep.observe.lint.listener import add_finding_location
+from halfstep.observe.recorder import MemoryListener, Recorder, has_compiled_code, run_eagerly
+from halfstep.precision.converted import find_converted_layers
 from halfstep.precision.precision import Precision
 
 _NAMED = 5
 
 
-def not_observed(asked: str, seen: Observation) -> PrecisionNotObserved:
+def build_not_observed_error(asked: str, seen: Observation) -> PrecisionNotObserved:
     """Return the error for a step that ran in another precision than requested."""
     if seen.as_asked:
         return PrecisionNotObserved(
@@ -45,7 +45,7 @@ def not_observed(asked: str, seen: Observation) -> PrecisionNotObserved:
     )
 
 
-def changed(asked: str, seen: Observation) -> Finding:
+def build_changed_precision_finding(asked: str, seen: Observation) -> Finding:
     """Return the finding for a running run whose precision changed; it does not end the run."""
     return Finding(
         "precision.changed",
@@ -56,9 +56,13 @@ def changed(asked: str, seen: Observation) -> Finding:
     )
 
 
-def doubtful(asked: str, seen: Observation) -> Finding:
+def build_doubtful_precision_finding(asked: str, seen: Observation) -> Finding:
     """Return the finding for a step whose precision can be neither refused nor confirmed."""
-    known = "nothing else was seen" if seen.share is None else f"of the rest {share(seen.share)} ran in {seen.expected}"
+    known = (
+        "nothing else was seen"
+        if seen.share is None
+        else f"of the rest {format_percent(seen.share)} ran in {seen.expected}"
+    )
     return Finding(
         "precision.unknown",
         "warning",
@@ -70,20 +74,20 @@ def doubtful(asked: str, seen: Observation) -> Finding:
 
 def _format_shares(seen: Observation) -> str:
     total = sum(seen.flops.values())
-    return ", ".join(f"{name} {share(part / total)}" for name, part in seen.flops.items())
+    return ", ".join(f"{name} {format_percent(part / total)}" for name, part in seen.flops.items())
 
 
 _FIRST, _FACTOR = 10, 10
 
 
-def may_look_again(model: nn.Module) -> bool:
+def can_observe_again(model: nn.Module) -> bool:
     """Return whether the model may be observed: never if anything was compiled, because an observed step is eager."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     compiled = dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
-    return not compiled and not uses_compiled(model)
+    return not compiled and not has_compiled_code(model)
 
 
-class LookSchedule:
+class ObservationSchedule:
     """The updates at which to observe again: the tenth, and then ten times as many each time.
 
     An observed step costs as much as a few steps, so that its share of a long run vanishes.
@@ -101,7 +105,7 @@ class LookSchedule:
         return True
 
 
-class Watch:
+class PrecisionObserver:
     """A step's scope that observes one step and then hands the original scope back.
 
     A dispatch mode on a compiled function's first call would disable its compilation permanently and silently. So the
@@ -125,7 +129,7 @@ class Watch:
         """
         self._inner, self._model, self._precision, self._done = inner, model, precision, done
         self._emit, self._memory = emit, memory
-        self._own_functions = OwnFunctions(self._maker, self._report_finding)
+        self._own_functions = OwnFunctionLint(self._maker, self._report_finding)
         self._recording: tuple[WorkByFormat, Recorder] | None = None
         self._active = ExitStack()
 
@@ -136,7 +140,7 @@ class Watch:
             self._recording = tally, Recorder(self._model, tally, memory=self._memory)
         with ExitStack() as entering:
             entering.enter_context(self._inner)
-            entering.enter_context(eagerly())
+            entering.enter_context(run_eagerly())
             entering.enter_context(self._recording[1])
             if self._precision.casts:
                 entering.enter_context(self._own_functions)
@@ -157,14 +161,14 @@ class Watch:
         (tally, _), self._recording = self._recording, None
         observation = tally.observation()
         converted = self._precision.changes_model
-        if not observation.as_asked or (converted and not observation.fp8 and converted_layers(self._model)):
+        if not observation.as_asked or (converted and not observation.fp8 and find_converted_layers(self._model)):
             self._refuse(observation)
         elif observation.in_doubt:
-            self._emit([doubtful(self._precision.name, observation)])
+            self._emit([build_doubtful_precision_finding(self._precision.name, observation)])
         self._done(self._inner, observation)
 
     def _refuse(self, observation: Observation) -> None:
-        raise not_observed(self._precision.name, observation)
+        raise build_not_observed_error(self._precision.name, observation)
 
     def _maker(self, node: Any) -> str:
         assert self._recording is not None, "an origin of backward is looked up while the step is recorded"
@@ -172,11 +176,11 @@ class Watch:
 
     def _report_finding(self, finding: Finding, module: str, line: str | None) -> None:
         """Report a finding at once, because the backward that follows may end the step."""
-        self._emit([placed(finding, module, line)])
+        self._emit([add_finding_location(finding, module, line)])
 
 
-class LookAgain(Watch):
+class RepeatedPrecisionObserver(PrecisionObserver):
     """A repeated observation of a running run: findings are reported, and nothing is refused."""
 
     def _refuse(self, observation: Observation) -> None:
-        self._emit([changed(self._precision.name, observation)])
+        self._emit([build_changed_precision_finding(self._precision.name, observation)])

@@ -21,13 +21,13 @@ _LONG = 32
 _PLAIN = (int, float, str, bytes, complex, type(None))
 
 
-def leaves(tree: Any) -> Iterator[tuple[str, Tensor]]:
+def iterate_tensor_leaves(tree: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (path, tensor) in order; a path reads as it would be typed, such as [0]['image'].pixels."""
     # The iterator is a budget that the whole walk shares.
-    return _walk(tree, "", (), iter(range(_MOST_LEAVES)))
+    return _walk_leaves(tree, "", (), iter(range(_MOST_LEAVES)))
 
 
-def _walk(tree: Any, path: str, above: tuple[int, ...], left: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
+def _walk_leaves(tree: Any, path: str, above: tuple[int, ...], left: Iterator[int]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Tensor):
         yield path, tree
         return
@@ -35,15 +35,15 @@ def _walk(tree: Any, path: str, above: tuple[int, ...], left: Iterator[int]) -> 
     if len(above) >= _DEEPEST_LEAF or id(tree) in above or next(left, None) is None:
         return
     try:
-        items = list(_leaf_items(tree))
+        items = list(_iterate_leaf_items(tree))
     except Exception:  # a user's class may raise on access, and a step must not fail for that
         return
     for step, item in items:
         if not isinstance(item, _PLAIN):
-            yield from _walk(item, path + step, (*above, id(tree)), left)
+            yield from _walk_leaves(item, path + step, (*above, id(tree)), left)
 
 
-def _leaf_items(tree: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_leaf_items(tree: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in tree.items())
     elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -51,11 +51,11 @@ def _leaf_items(tree: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, (list, tuple)):
         if not (len(tree) > _LONG and isinstance(tree[0], _PLAIN) and isinstance(tree[-1], _PLAIN)):
             yield from ((f"[{index}]", item) for index, item in enumerate(tree))
-    elif dataclasses.is_dataclass(tree) or _holds_things(tree):
+    elif dataclasses.is_dataclass(tree) or _is_user_object(tree):
         yield from ((f".{name}", item) for name, item in getattr(tree, "__dict__", {}).items())
 
 
-def _holds_things(tree: Any) -> bool:
+def _is_user_object(tree: Any) -> bool:
     """Return whether this is an object of a user's class, such as a batch of graphs; not a model, not a class."""
     return hasattr(tree, "__dict__") and not isinstance(tree, (type, nn.Module)) and not callable(tree)
 
@@ -70,7 +70,7 @@ _ENDS = (str, bytes, int, float, complex, type(None), type, ModuleType, BuiltinF
 """Types that lead nowhere."""
 
 
-def reachable(*roots: Any) -> Iterator[tuple[str, Any]]:
+def iterate_reachable(*roots: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, object), nearest first and each object once; a root's own name is empty."""
     seen = {id(root) for root in roots}
     left: deque[tuple[str, Any, int]] = deque(("", root, 0) for root in roots)
@@ -82,7 +82,7 @@ def reachable(*roots: Any) -> Iterator[tuple[str, Any]]:
         if depth == _DEEPEST or isinstance(thing, _ENDS):
             continue
         try:
-            items = list(islice(_items(thing), _LONGEST))
+            items = list(islice(_iterate_held_items(thing), _LONGEST))
         except Exception:  # a user's class may raise on access
             continue
         for step, item in items:
@@ -91,12 +91,12 @@ def reachable(*roots: Any) -> Iterator[tuple[str, Any]]:
                 left.append((f"{name}{step}" if name else step.lstrip("."), item, depth + 1))
 
 
-def held_by(root: Any, kind: type[T]) -> list[T]:
+def find_reachable_instances(root: Any, kind: type[T]) -> list[T]:
     """Return all objects of this type that a function or an object leads to, nearest first."""
-    return [thing for _, thing in reachable(root) if isinstance(thing, kind)]
+    return [thing for _, thing in iterate_reachable(root) if isinstance(thing, kind)]
 
 
-def outermost(found: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
+def select_outermost_modules(found: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Return the modules that are neither in the model nor inside another one of those found, in their order."""
     modules, known = list(found), {id(part) for part in model.modules()}
     kept = set()
@@ -108,7 +108,7 @@ def outermost(found: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
     return [module for module in modules if id(module) in kept]
 
 
-def closure_of(function: Any) -> dict[str, object]:
+def collect_closure_variables(function: Any) -> dict[str, object]:
     """Return the closure of a function by name, without variables that are not bound yet; empty for other objects."""
     code = getattr(function, "__code__", None)
     if code is None:
@@ -122,18 +122,18 @@ def closure_of(function: Any) -> dict[str, object]:
     return found
 
 
-def generators_in(*roots: Any) -> list[torch.Generator]:
+def find_generators(*roots: Any) -> list[torch.Generator]:
     """Return the random number generators that these lead to, such as those of a loss function or a data set."""
-    return [thing for _, thing in reachable(*roots) if isinstance(thing, torch.Generator)]
+    return [thing for _, thing in iterate_reachable(*roots) if isinstance(thing, torch.Generator)]
 
 
-def _items(thing: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_held_items(thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, FunctionType):
         # torch has many functions, and none of them holds objects of a user.
         if not (thing.__module__ or "").startswith("torch."):
-            yield from ((f".{name}", item) for name, item in closure_of(thing).items())
+            yield from ((f".{name}", item) for name, item in collect_closure_variables(thing).items())
             known = thing.__globals__
-            yield from ((f".{name}", known[name]) for name in global_names(thing.__code__) if name in known)
+            yield from ((f".{name}", known[name]) for name in list_global_names(thing.__code__) if name in known)
             yield from (("", item) for item in thing.__defaults__ or ())
             yield from ((f".{name}", item) for name, item in (thing.__kwdefaults__ or {}).items())
     elif isinstance(thing, MethodType):
@@ -154,7 +154,7 @@ def _items(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.lru_cache(maxsize=256)
-def global_names(code: CodeType) -> tuple[str, ...]:
+def list_global_names(code: CodeType) -> tuple[str, ...]:
     """Return the global names that code uses, including those of comprehensions and lambdas inside it."""
-    inside = (global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    inside = (list_global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return tuple(dict.fromkeys((*code.co_names, *(name for names in inside for name in names))))

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import distributed
 from halfstep.formats import is_narrow
-from halfstep.observe.reachable import reachable
+from halfstep.observe.reachable import iterate_reachable
 from halfstep.precision import island
-from halfstep.user_code import ASKS, HALFSTEP, TORCH, running_line
+from halfstep.user_code import ASKS, HALFSTEP, TORCH, find_running_line
 
 # Run operators that take functions, such as torch.cond, scan and flex_attention, without compilation.
 # torch hands their functions to Dynamo, which turns everything they close over into inputs. While operations are
@@ -43,7 +43,7 @@ Meaning = Callable[..., Any]
 NAMESPACE = "higher_order"
 
 
-def meaning_of(operator: HigherOrderOperator, arguments: Any, keywords: Any) -> Meaning | None:
+def find_plain_implementation(operator: HigherOrderOperator, arguments: Any, keywords: Any) -> Meaning | None:
     """Return a function that does the same, operation by operation; None if torch has to run the operator itself."""
     if torch.compiler.is_compiling() or any(
         isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((arguments, keywords))
@@ -55,22 +55,22 @@ def meaning_of(operator: HigherOrderOperator, arguments: Any, keywords: Any) -> 
     return found
 
 
-def _cond(predicate: Any, if_true: Meaning, if_false: Meaning, operands: Any) -> Any:
+def _run_cond(predicate: Any, if_true: Meaning, if_false: Meaning, operands: Any) -> Any:
     return (if_true if predicate else if_false)(*operands)
 
 
-def _scan(combine: Meaning, init: Any, xs: Any, more: Any) -> Any:
+def _run_scan(combine: Meaning, init: Any, xs: Any, more: Any) -> Any:
     from torch._higher_order_ops.scan import generic_scan
 
     return generic_scan(combine, init, xs, additional_inputs=tuple(more))
 
 
-_MEANINGS: dict[str, Meaning] = {"cond": _cond, "scan": _scan}
+_MEANINGS: dict[str, Meaning] = {"cond": _run_cond, "scan": _run_scan}
 _AS_TORCH_DOES = frozenset({"map_impl", "while_loop", "flex_attention"})
 """Operators whose own kernels only call their functions and ordinary operations."""
 
 
-class Opaque:
+class OpaqueOperator:
     """A stand-in for a higher-order operator that ran unseen, with everything that listeners read of a function."""
 
     namespace = NAMESPACE
@@ -93,10 +93,10 @@ class Opaque:
         return hash(self.operator)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Opaque) and other.operator is self.operator
+        return isinstance(other, OpaqueOperator) and other.operator is self.operator
 
 
-def with_functions(arguments: tuple[Any, ...], change: Callable[[Meaning], Meaning]) -> tuple[Any, ...]:
+def replace_function_arguments(arguments: tuple[Any, ...], change: Callable[[Meaning], Meaning]) -> tuple[Any, ...]:
     """Return the same arguments with their functions changed."""
     return tuple(change(given) if callable(given) and not isinstance(given, Tensor) else given for given in arguments)
 
@@ -110,14 +110,16 @@ _SILENT = "c10d"
 _SENDS = ("send", "barrier", "monitored_barrier_", "check_for_nan")
 
 
-def written_by(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> list[Tensor]:
+def predict_written_tensors(
+    function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]
+) -> list[Tensor]:
     """Return the tensors among the arguments that an operation is about to write into."""
     places, statistics = _find_written_positions(function)
     if not places and not statistics:
         return []
-    found = [_argument_at(place, name, arguments, keywords) for place, name in places]
-    if statistics and _learns(function, arguments, keywords):
-        found += [_argument_at(place, name, arguments, keywords) for place, name in statistics]
+    found = [_select_argument(place, name, arguments, keywords) for place, name in places]
+    if statistics and _updates_statistics(function, arguments, keywords):
+        found += [_select_argument(place, name, arguments, keywords) for place, name in statistics]
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
@@ -138,21 +140,21 @@ def _find_written_positions(function: OpOverload) -> tuple[Places, Places]:
     return marked, tuple((i, a.name) for i, a in taken if a.name in _STATISTICS and a.name not in names)
 
 
-def _learns(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> bool:
+def _updates_statistics(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> bool:
     for place, taken in enumerate(function._schema.arguments):
         if taken.name in _IN_TRAINING:
-            return bool(_argument_at(place, taken.name, arguments, keywords))
+            return bool(_select_argument(place, taken.name, arguments, keywords))
     return True
 
 
-def _argument_at(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
+def _select_argument(place: int, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
     return arguments[place] if place < len(arguments) else keywords.get(name)
 
 
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class _Calls(TorchFunctionMode):
+class _FunctionCallMode(TorchFunctionMode):
     """A function mode that notices attention with narrow inputs, and replaces torch.cond and similar operators."""
 
     inside = False
@@ -165,7 +167,10 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _SET_DATA:
             self._replaces(args[0])
-        if isinstance(func, HigherOrderOperator) and (meaning := meaning_of(func, args, kwargs)) is not None:
+        if (
+            isinstance(func, HigherOrderOperator)
+            and (meaning := find_plain_implementation(func, args, kwargs)) is not None
+        ):
             with self:
                 # torch disables a mode inside its own handler; entered again, it sees the calls of the branches.
                 return meaning(*args, **kwargs)
@@ -219,7 +224,7 @@ class MemoryListener(Protocol):
         """Called before `tensor.data = ...` in this line of user code."""
 
 
-class Place(NamedTuple):
+class ModelPlace(NamedTuple):
     """The place in a model that an operation belongs to."""
 
     module: str
@@ -227,13 +232,13 @@ class Place(NamedTuple):
     islands: tuple[object, ...]
 
 
-def as_it_is(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
+def run_unchanged(function: OpOverload, arguments: tuple[Any, ...], keywords: Mapping[str, object]) -> Any:
     """Run an operation as torch would without a recorder."""
     return function(*arguments, **keywords)
 
 
 OUTSIDE = "(outside the model)"
-_NOWHERE = Place(OUTSIDE, False, ())
+_NOWHERE = ModelPlace(OUTSIDE, False, ())
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
 
@@ -251,24 +256,24 @@ class Recorder(TorchDispatchMode):
         self,
         model: nn.Module,
         listener: Listener,
-        run: Run = as_it_is,
+        run: Run = run_unchanged,
         *,
         memory: MemoryListener | None = None,
     ) -> None:
         super().__init__()
-        self._modules = [(as_written(path), module) for path, module in model.named_modules()]
+        self._modules = [(strip_compile_wrappers(path), module) for path, module in model.named_modules()]
         self._listener, self._run, self._memory = listener, run, memory
         self._made: set[int] = set()
         """Storages that were made since the recording began."""
         self._used: set[int] = set()
         self._running: list[str] = []
         self._islands_of: dict[str, tuple[object, ...]] = {}
-        self._makers: dict[int, Place] = {}
+        self._makers: dict[int, ModelPlace] = {}
         self._numbered = 0
         self._recorded = 0
         self._opened = 0
         self._hooks: list[Any] = []
-        self._calls = _Calls(self._replaces)
+        self._calls = _FunctionCallMode(self._replaces)
 
     def __deepcopy__(self, _memo: object) -> Recorder:
         """Return the recorder itself: a loss function may copy a model whose hooks hold it."""
@@ -297,7 +302,7 @@ class Recorder(TorchDispatchMode):
             self._quiet = warnings.catch_warnings()
             self._quiet.__enter__()
             warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
-        island.watch()
+        island.start_watching_islands()
         self._calls.__enter__()
         super().__enter__()
         return self
@@ -305,7 +310,7 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._calls.__exit__(*error)
-        island.unwatch()
+        island.stop_watching_islands()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -327,28 +332,30 @@ class Recorder(TorchDispatchMode):
         (place, backward, node), self._recorded = self._place(), self._recorded + 1
         result = self._run(func, args, kwargs)
         if self._memory is not None:
-            self._made |= set(map(storage_key, _tensors(result))) - old
-        self._listener(Operation(func, args, kwargs, result, *_parts(place, backward, node)))
+            self._made |= set(map(identify_storage, _list_tensors(result))) - old
+        self._listener(Operation(func, args, kwargs, result, *_list_place_fields(place, backward, node)))
         return result
 
     def _announce(self, memory: MemoryListener, function: OpOverload, arguments: Any, keywords: Any) -> set[int]:
         """Announce the memory from before the recording that an operation uses; return its storages."""
-        used = _tensors((arguments, keywords))
+        used = _list_tensors((arguments, keywords))
         if function is torch.ops.aten.lift_fresh.default:  # torch.tensor(...), which no operation has made
-            self._made |= set(map(storage_key, used))
-        old = {storage: tensor for tensor in used if (storage := storage_key(tensor)) not in self._made and storage}
-        if old and not _is_machinery():
-            written = [t for t in written_by(function, arguments, keywords) if storage_key(t) in old]
+            self._made |= set(map(identify_storage, used))
+        old = {
+            storage: tensor for tensor in used if (storage := identify_storage(tensor)) not in self._made and storage
+        }
+        if old and not _is_torch_internal():
+            written = [t for t in predict_written_tensors(function, arguments, keywords) if identify_storage(t) in old]
             first = old.keys() - self._used
             if written or first:
-                memory.before_use(written, [old[storage] for storage in first], running_line())
+                memory.before_use(written, [old[storage] for storage in first], find_running_line())
                 self._used |= first
         return set(old)
 
     def _replaces(self, tensor: Tensor) -> None:
         """Announce that a tensor from before the recording gets other memory, which no operation shows."""
-        if self._memory is not None and storage_key(tensor) not in self._made and not _is_machinery():
-            self._memory.before_replace(tensor, running_line())
+        if self._memory is not None and identify_storage(tensor) not in self._made and not _is_torch_internal():
+            self._memory.before_replace(tensor, find_running_line())
 
     def _runs(self, module: nn.Module, _inputs: Any) -> None:
         assert self._memory is not None, "the hook is registered for a listener"
@@ -359,10 +366,10 @@ class Recorder(TorchDispatchMode):
     def _run_operator(self, operator: HigherOrderOperator, arguments: tuple[Any, ...], keywords: Any) -> Any:
         """Record the operations of its functions, or, if none was seen, the operator itself as one operation."""
         (place, backward, node), before = self._place(), self._recorded
-        result = operator(*with_functions(arguments, self._seen), **keywords)
+        result = operator(*replace_function_arguments(arguments, self._seen), **keywords)
         if self._recorded == before:
-            function: Any = Opaque(operator)
-            self._listener(Operation(function, arguments, keywords, result, *_parts(place, backward, node)))
+            function: Any = OpaqueOperator(operator)
+            self._listener(Operation(function, arguments, keywords, result, *_list_place_fields(place, backward, node)))
         return result
 
     def _seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -385,17 +392,17 @@ class Recorder(TorchDispatchMode):
         finally:
             super().__exit__(None, None, None)
 
-    def _place(self) -> tuple[Place, bool, int | None]:
+    def _place(self) -> tuple[ModelPlace, bool, int | None]:
         """Return where an operation belongs; a running autograd node tells which forward operation made it."""
         running, islands = torch._C._current_autograd_node(), island.running.islands
         if running is not None and self._running and not islands:
             # Checkpointing recomputes a part of an island without entering the island again.
             islands = self._islands_of.get(self.module, ())
-        place = Place(self.module, self._calls.inside, islands)
+        place = ModelPlace(self.module, self._calls.inside, islands)
         if running is not None and not self._running:
             made_by = running._sequence_nr()
             place = self._makers.get(made_by, _NOWHERE)
-            if not (torch.is_grad_enabled() and _computes_again()):
+            if not (torch.is_grad_enabled() and _is_recomputing()):
                 return place, True, made_by
             if islands:
                 place = place._replace(islands=islands)
@@ -422,16 +429,16 @@ class Recorder(TorchDispatchMode):
             self._running.pop()
 
 
-def _parts(place: Place, backward: bool, node: int | None) -> tuple[Any, ...]:
+def _list_place_fields(place: ModelPlace, backward: bool, node: int | None) -> tuple[Any, ...]:
     return place.module, backward, place.widened, node, place.islands
 
 
-def as_written(path: str) -> str:
+def strip_compile_wrappers(path: str) -> str:
     """Return a path without the wrappers that torch.compile puts around modules."""
     return ".".join(name for name in path.split(".") if name != "_orig_mod")
 
 
-def _computes_again() -> bool:
+def _is_recomputing() -> bool:
     """Return whether backward recomputes a part of forward, as with activation checkpointing."""
     # A frame of torch.utils.checkpoint between here and the autograd engine is the sign of it.
     frame = sys._getframe(1)
@@ -442,15 +449,15 @@ def _computes_again() -> bool:
     return False
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _list_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def storage_key(tensor: Tensor) -> int:
+def identify_storage(tensor: Tensor) -> int:
     """Return an identifier of a tensor's memory; 0 for fake and sparse tensors, and for wrappers without any."""
     try:
         # For every tensor of a step: those of the two usual classes are no shards.
-        own = tensor if type(tensor) in (Tensor, nn.Parameter) else distributed.local(tensor)
+        own = tensor if type(tensor) in (Tensor, nn.Parameter) else distributed.unwrap_local_tensor(tensor)
         return int(own.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
@@ -459,7 +466,7 @@ def storage_key(tensor: Tensor) -> int:
 _SHARES_MEMORY = (os.path.join(TORCH, "distributed", "fsdp"), os.path.join(TORCH, "nn", "parallel", "distributed.py"))
 
 
-def _is_machinery() -> bool:
+def _is_torch_internal() -> bool:
     """Return whether torch itself runs an operation: accumulated gradients, buckets of DDP, gathers of FSDP."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
@@ -473,7 +480,7 @@ def _is_machinery() -> bool:
 
 
 @contextmanager
-def eagerly() -> Iterator[None]:
+def run_eagerly() -> Iterator[None]:
     """Run compiled code eagerly: it shows none of its operations otherwise."""
     # Nothing can be compiled before Dynamo is loaded, and importing it takes a second.
     if "torch._dynamo" not in sys.modules:
@@ -483,13 +490,13 @@ def eagerly() -> Iterator[None]:
         yield
 
 
-def compiled_modules(model: nn.Module) -> list[str]:
+def list_compiled_modules(model: nn.Module) -> list[str]:
     """Return the paths of the modules that were given to torch.compile."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return []  # before Dynamo is loaded nothing can have been compiled
     return [
-        as_written(path)
+        strip_compile_wrappers(path)
         for path, module in model.named_modules()
         if isinstance(module, dynamo.OptimizedModule)
         or getattr(module, "_compiled_call_impl", None) is not None
@@ -497,11 +504,11 @@ def compiled_modules(model: nn.Module) -> list[str]:
     ]
 
 
-def uses_compiled(model: nn.Module, loss_fn: Any = None) -> bool:
+def has_compiled_code(model: nn.Module, loss_fn: Any = None) -> bool:
     """Return whether a part of the model, or a function that the loss function reaches, was given to torch.compile."""
     if "torch._dynamo.eval_frame" not in sys.modules:
         return False
-    return bool(compiled_modules(model)) or any(
+    return bool(list_compiled_modules(model)) or any(
         callable(thing) and "_torchdynamo_orig_callable" in getattr(thing, "__dict__", {})
-        for _, thing in reachable(loss_fn, model)
+        for _, thing in iterate_reachable(loss_fn, model)
     )

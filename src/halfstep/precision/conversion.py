@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfstep.precision.converted import MARK, LayerConversion, count_change
-from halfstep.precision.hardware import ability, describe, present
-from halfstep.precision.island import PLACED, is_inside, islands
+from halfstep.precision.converted import MARK, LayerConversion, record_model_change
+from halfstep.precision.hardware import describe_device, find_format_support, list_device_types
+from halfstep.precision.island import PLACED, find_islands, is_inside
 
 MULTIPLES = {"fp8": 16, "fp8-rowwise": 16, "fp8-rowwise-gw-hp": 16, "mxfp8": 32}
 """The kinds of conversion, with the number that both dimensions of a weight must be a multiple of."""
@@ -63,14 +63,14 @@ def eligible_layers(
         rows: The rows that each module was given (`count_rows`).
     """
     used = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    wide = [path for path, module in islands(model).items() if PLACED not in vars(module)]
+    wide = [path for path, module in find_islands(model).items() if PLACED not in vars(module)]
     found = []
     for path, module in model.named_modules():
         weight = next((p for p in module._parameters.values() if p is not None and p.ndim > 1), None)
         if weight is None:
             continue
         kind = kinds if isinstance(kinds, str) else kinds.get(path, "")
-        reason = _skip_reason(module, weight, kind, tied=used[id(weight)] > 1)
+        reason = _explain_skip(module, weight, kind, tied=used[id(weight)] > 1)
         if any(is_inside(path, island) for island in wide):
             reason = "it is in an fp32 island"
         inputs, outputs = weight.shape[1:].numel(), weight.shape[0]
@@ -81,7 +81,7 @@ def eligible_layers(
     return [row._replace(share=each / sum(work)) for row, each in zip(found, work, strict=True)]
 
 
-def _skip_reason(module: nn.Module, weight: Tensor, kind: str, *, tied: bool) -> str:
+def _explain_skip(module: nn.Module, weight: Tensor, kind: str, *, tied: bool) -> str:
     # FSDP2 makes another class of each module that is sharded by itself.
     first, *others = type(module).__bases__
     before = others[0] if others and first.__name__ == "FSDPModule" else type(module)
@@ -129,30 +129,30 @@ def convert_layers(model: nn.Module, kinds: Mapping[str, str]) -> None:
     """Convert the layers at these paths, each to its kind; on a device without fp8 it is emulated."""
     if not kinds:
         return
-    from halfstep.precision.float8_layers import computing_in
+    from halfstep.precision.float8_layers import build_float8_class
 
-    count_change()
+    record_model_change()
     emulated: dict[tuple[torch.device, str], bool] = {}
     for path, kind in kinds.items():
         layer: Any = model.get_submodule(path)
         place = layer.weight.device, kind
         if place not in emulated:
             emulated[place] = _is_emulated(*place)
-        converted, attributes = computing_in(kind, emulate=emulated[place])
+        converted, attributes = build_float8_class(kind, emulate=emulated[place])
         own = type(layer)
-        layer.__class__ = converted if own is nn.Linear else _sharded_class(own, converted)  # type: ignore[arg-type]  # a class can be hashed
+        layer.__class__ = converted if own is nn.Linear else _build_sharded_class(own, converted)  # type: ignore[arg-type]  # a class can be hashed
         vars(layer).update(attributes)
         setattr(layer, MARK, LayerConversion(kind, tuple(attributes), own, layer.weight.device))
 
 
 @cache
-def _sharded_class(own: type, converted: type) -> type:
+def _build_sharded_class(own: type, converted: type) -> type:
     """Return the class that FSDP2 would have made of the converted class."""
     inside = {name: value for name, value in vars(own).items() if name == "__deepcopy__"}
     return type(own.__name__, (own.__bases__[0], converted), inside)
 
 
 def _is_emulated(device: torch.device, kind: str) -> bool:
-    if device.type not in present():  # fake tensors of an absent GPU, which would have the kernels
+    if device.type not in list_device_types():  # fake tensors of an absent GPU, which would have the kernels
         return device.type == "meta"
-    return not ability(describe(device), kind.partition("-")[0]).native
+    return not find_format_support(describe_device(device), kind.partition("-")[0]).native

@@ -32,33 +32,33 @@ class LayerConversion(NamedTuple):
 _changes = 0
 
 
-def count_change() -> None:
+def record_model_change() -> None:
     """Count a change of islands or of converted layers, in any model."""
     global _changes
     _changes += 1
 
 
-def changes() -> int:
+def count_model_changes() -> int:
     """Return the number of these changes; until it grows, every model computes as its precision left it."""
     return _changes
 
 
 def restore_layers(model: nn.Module) -> None:
     """Undo `convert_layers`."""
-    for module in own_conversions(model):
+    for module in list_precision_conversions(model):
         mark: LayerConversion = vars(module).pop(MARK)
         module.__class__ = mark.own
         for name in mark.attributes:
             del vars(module)[name]
-        count_change()
+        record_model_change()
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
+def suspend_conversion(model: nn.Module) -> Iterator[None]:
     """Undo `convert_layers` inside the context."""
     before = [
         (layer, type(layer), {name: vars(layer)[name] for name in (MARK, *vars(layer)[MARK].attributes)})
-        for layer in own_conversions(model)
+        for layer in list_precision_conversions(model)
     ]
     restore_layers(model)
     try:
@@ -69,12 +69,12 @@ def restored(model: nn.Module) -> Iterator[None]:
             vars(layer).update(attributes)
 
 
-def own_conversions(model: nn.Module) -> list[nn.Module]:
+def list_precision_conversions(model: nn.Module) -> list[nn.Module]:
     """Return the layers that a precision has converted, without those of a user."""
     return [module for module in model.modules() if MARK in vars(module)]
 
 
-def converted_layers(model: nn.Module) -> dict[str, str]:
+def find_converted_layers(model: nn.Module) -> dict[str, str]:
     """Return the kind of each converted layer by path; of one that a user converted, the class."""
     found = {}
     for path, module in model.named_modules():
@@ -91,24 +91,24 @@ def is_converted(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and any(kind.__module__.startswith("torchao.") for kind in kinds)
 
 
-def has_converted(model: nn.Module) -> bool:
+def has_converted_layer(model: nn.Module) -> bool:
     """Return whether a model has such a layer."""
     return any(map(is_converted, model.modules()))
 
 
-def format_in(module: nn.Module, format: Format) -> Format:
+def find_layer_format(module: nn.Module, format: Format) -> Format:
     """Return the format that a layer computes in, in a run of this format."""
     return _FP8 if is_converted(module) and "forward" not in vars(module) else format
 
 
 @contextmanager
-def as_plain(layers: Iterable[nn.Module]) -> Iterator[None]:
+def compute_as_plain_linear(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Compute converted layers as plain ones, on the same weights, inside the context."""
     before = [(layer, dict(layer._parameters)) for layer in layers]
     for layer, parameters in before:
         layer.forward = MethodType(nn.Linear.forward, layer)  # type: ignore[method-assign, assignment]
-        wrapped = {name: p for name, p in parameters.items() if p is not None and plain(p) is not p}
-        layer._parameters.update({name: nn.Parameter(plain(p).detach()) for name, p in wrapped.items()})
+        wrapped = {name: p for name, p in parameters.items() if p is not None and unwrap_weight(p) is not p}
+        layer._parameters.update({name: nn.Parameter(unwrap_weight(p).detach()) for name, p in wrapped.items()})
     try:
         yield
     finally:
@@ -117,7 +117,7 @@ def as_plain(layers: Iterable[nn.Module]) -> Iterator[None]:
             layer._parameters.update(parameters)
 
 
-def plain(tensor: Tensor) -> Tensor:
+def unwrap_weight(tensor: Tensor) -> Tensor:
     """Return the numbers of a weight that a conversion has wrapped, such as torchao's for mxfp8."""
     inner = getattr(tensor, "_data", None)
     return inner if isinstance(inner, Tensor) else tensor

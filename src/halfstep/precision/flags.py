@@ -36,14 +36,14 @@ _NONE = "none"
 _OF_MODE = {"ieee": "highest", "tf32": "high"}
 
 
-def read(switch: Switch) -> str:
+def read_switch(switch: Switch) -> str:
     """Return the effective value of a switch, which may come from a switch above it."""
     if switch == ONEDNN_GPU:
         return "tf32" if torch._C._get_onednn_allow_tf32() else "ieee"
     return str(torch._C._get_fp32_precision_getter(*switch))
 
 
-def _set(switch: Switch, value: str) -> None:
+def _set_switch(switch: Switch, value: str) -> None:
     if switch == ONEDNN_GPU:
         torch._C._set_onednn_allow_tf32(value == "tf32")
         return
@@ -52,20 +52,20 @@ def _set(switch: Switch, value: str) -> None:
 
 def _read_own_value(switch: Switch) -> str:
     """Return the value of a switch itself: `none` where it follows the one above it."""
-    now, above = read(switch), _GENERIC if switch[1] == _ALL else (switch[0], _ALL)
+    now, above = read_switch(switch), _GENERIC if switch[1] == _ALL else (switch[0], _ALL)
     if switch == ONEDNN_GPU:
         return now
-    if now == _NONE or read(above) != now:
+    if now == _NONE or read_switch(above) != now:
         return now
     # torch returns effective values only. So the switch above is flipped for a moment, to see whether this one follows.
     before = _read_own_value(above) if above != _GENERIC else now
-    _set(above, "ieee" if now == "tf32" else "tf32")
-    followed = read(switch) != now
-    _set(above, before)
+    _set_switch(above, "ieee" if now == "tf32" else "tf32")
+    followed = read_switch(switch) != now
+    _set_switch(above, before)
     return _NONE if followed else now
 
 
-def agree() -> bool:
+def is_tf32_state_consistent() -> bool:
     """Return whether the two interfaces agree, so that neither raises when it is read."""
     try:
         torch._C._get_cublas_allow_tf32()
@@ -89,12 +89,12 @@ class SavedFlags(NamedTuple):
         torch._C._set_float32_matmul_precision(self.matmul)
         torch._C._set_cudnn_allow_tf32(self.cudnn)
         for switch, value in self.switches:
-            _set(switch, value)
+            _set_switch(switch, value)
 
 
-def save() -> SavedFlags:
+def save_flags() -> SavedFlags:
     """Return the current values, also where the two interfaces contradict each other already."""
-    switches = tuple((switch, _read_own_value(switch)) for switch in _list_moved())
+    switches = tuple((switch, _read_own_value(switch)) for switch in _list_switches())
     return SavedFlags(switches, _read_old_matmul(switches), _read_old_cudnn(switches))
 
 
@@ -103,10 +103,10 @@ def _read_old_matmul(switches: tuple[tuple[Switch, str], ...]) -> str:
         return str(torch._C._get_float32_matmul_precision())
     except RuntimeError:  # torch refuses to return it while the new switches contradict it
         for switch in MATMUL:
-            _set(switch, "ieee")
+            _set_switch(switch, "ieee")
         before = str(torch._C._get_float32_matmul_precision())
         for switch, value in switches:
-            _set(switch, value)
+            _set_switch(switch, value)
         return before
 
 
@@ -117,7 +117,7 @@ def _read_old_cudnn(switches: tuple[tuple[Switch, str], ...]) -> bool:
         # The old value cannot be read during a contradiction. With the new switches on ieee, torch raises exactly if
         # the old one is on.
         for switch in CUDNN:
-            _set(switch, "ieee")
+            _set_switch(switch, "ieee")
         try:
             torch._C._get_cudnn_allow_tf32()
             return False
@@ -125,18 +125,18 @@ def _read_old_cudnn(switches: tuple[tuple[Switch, str], ...]) -> bool:
             return True
         finally:
             for switch, value in switches:
-                _set(switch, value)
+                _set_switch(switch, value)
 
 
-def move(mode: Fp32Mode) -> None:
+def set_fp32_mode(mode: Fp32Mode) -> None:
     """Set every switch of both interfaces, so that none contradicts another."""
     torch._C._set_float32_matmul_precision(_OF_MODE[mode])
     torch._C._set_cudnn_allow_tf32(mode == "tf32")
-    for switch in _list_moved():
-        _set(switch, mode)
+    for switch in _list_switches():
+        _set_switch(switch, mode)
 
 
-def _list_moved() -> tuple[Switch, ...]:
+def _list_switches() -> tuple[Switch, ...]:
     return (*_MOVED, ONEDNN_GPU) if torch.xpu._is_compiled() else _MOVED
 
 
@@ -152,7 +152,7 @@ _SWITCHES: dict[str, tuple[Switch, ...]] = {
 _STRICT = ("ieee", "none")
 
 
-def read_flags() -> dict[str, str]:
+def read_fp32_flags() -> dict[str, str]:
     """Return the current switches, to be reported next to any result that is called fp32."""
     matmul = torch.backends.cuda.matmul
     reduced = {
@@ -160,11 +160,11 @@ def read_flags() -> dict[str, str]:
         "bf16": matmul.allow_bf16_reduced_precision_reduction,
     }
     return {
-        "cuda.matmul": read(("cuda", "matmul")),
-        "cudnn.conv": read(("cuda", "conv")),
-        "mkldnn.matmul": read(("mkldnn", "matmul")),
+        "cuda.matmul": read_switch(("cuda", "matmul")),
+        "cudnn.conv": read_switch(("cuda", "conv")),
+        "mkldnn.matmul": read_switch(("mkldnn", "matmul")),
         "mkldnn.enabled": str(torch.backends.mkldnn.enabled),
-        **({"onednn.allow_tf32": read(ONEDNN_GPU)} if torch.xpu._is_compiled() else {}),
+        **({"onednn.allow_tf32": read_switch(ONEDNN_GPU)} if torch.xpu._is_compiled() else {}),
         # Of products in 16 bits: sums in 16 bits, or parts of them.
         "fp16_accumulation": str(matmul.allow_fp16_accumulation),
         "reduced_sums": ", ".join(name for name, allowed in reduced.items() if allowed) or "none",
@@ -172,12 +172,12 @@ def read_flags() -> dict[str, str]:
     }
 
 
-def computes_tf32(device: torch.device) -> bool:
+def is_tf32_enabled(device: torch.device) -> bool:
     """Return whether fp32 values on this device are multiplied as tf32 at the moment."""
-    return any(read(switch) == "tf32" for switch in _SWITCHES.get(device.type, ()))
+    return any(read_switch(switch) == "tf32" for switch in _SWITCHES.get(device.type, ()))
 
 
-def fp32_scope(mode: Fp32Mode, device: torch.device) -> AbstractContextManager[None]:
+def create_fp32_scope(mode: Fp32Mode, device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which fp32 values are multiplied in `mode`; the switches are restored on exit."""
     switches = _SWITCHES.get(device.type, ())
     if not switches:
@@ -195,11 +195,11 @@ class _Fp32Scope:
 
     def __enter__(self) -> None:
         # The usual case, at the cost of a few reads: a step enters this scope every time.
-        if all(read(switch) in self._good for switch in self._switches) and agree():
+        if all(read_switch(switch) in self._good for switch in self._switches) and is_tf32_state_consistent():
             self._before.append(None)
             return
-        self._before.append(save())
-        move(self._mode)
+        self._before.append(save_flags())
+        set_fp32_mode(self._mode)
 
     def __exit__(self, *_: object) -> None:
         before = self._before.pop()
@@ -249,7 +249,7 @@ class _SharedSwitch:
         raise NotImplementedError
 
 
-class _Mkldnn(_SharedSwitch):
+class _MkldnnSwitch(_SharedSwitch):
     """oneDNN's switch, which backward hooks of fp16 convolutions turn off and on."""
 
     def read(self) -> bool:
@@ -259,7 +259,7 @@ class _Mkldnn(_SharedSwitch):
         torch.backends.mkldnn.enabled = value
 
 
-class _CompiledBackward(_SharedSwitch):
+class _BackwardAutocastSwitch(_SharedSwitch):
     """The autocast under which torch.compile traces a backward: off, as eager code runs it.
 
     By default it is that of the forward, so that the backward of an fp32 island is computed in 16 bits when compiled,
@@ -294,10 +294,10 @@ class _CompiledBackward(_SharedSwitch):
         config.backward_pass_autocast = value
 
 
-_mkldnn, _compiled_backward = _Mkldnn(), _CompiledBackward()
+_mkldnn, _compiled_backward = _MkldnnSwitch(), _BackwardAutocastSwitch()
 
 
-class _Sharing:
+class _SharedSwitchScope:
     """A scope around `inner` that opens a shared switch, and closes it also after an error."""
 
     def __init__(self, inner: AbstractContextManager[None], switch: _SharedSwitch) -> None:
@@ -312,16 +312,16 @@ class _Sharing:
         self._inner.__exit__(*error)
 
 
-def mkldnn_kept(inner: AbstractContextManager[None]) -> AbstractContextManager[None]:
+def wrap_keeping_mkldnn(inner: AbstractContextManager[None]) -> AbstractContextManager[None]:
     """Return a scope around `inner` that restores oneDNN's switch on exit."""
-    return _Sharing(inner, _mkldnn)
+    return _SharedSwitchScope(inner, _mkldnn)
 
 
-def backward_outside_autocast(inner: AbstractContextManager[None]) -> AbstractContextManager[None]:
+def wrap_backward_outside_autocast(inner: AbstractContextManager[None]) -> AbstractContextManager[None]:
     """Return a scope around `inner` in which torch.compile traces backwards outside autocast."""
-    return _Sharing(inner, _compiled_backward)
+    return _SharedSwitchScope(inner, _compiled_backward)
 
 
-def mkldnn_before() -> bool:
+def read_user_mkldnn() -> bool:
     """Return oneDNN's switch as the user set it, ignoring what an open scope has set."""
     return bool(_mkldnn.before())

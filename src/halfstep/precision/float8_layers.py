@@ -26,7 +26,7 @@ def _cast_as_autocast(input: Tensor) -> Tensor:
     return input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else input
 
 
-class _FirstDerivatives(torch.autograd.Function):
+class _DoubleBackwardGuard(torch.autograd.Function):
     """The identity; refuses gradients of gradients, which torchao computes as zeros or not at all."""
 
     @staticmethod
@@ -54,7 +54,7 @@ class Float8Layer(Float8Linear):
         # Autocast would round the emulation's own products.
         with torch.autocast(given.device.type, enabled=False):
             output: Tensor = super().forward(given)
-        checked: Tensor = _FirstDerivatives.apply(output)
+        checked: Tensor = _DoubleBackwardGuard.apply(output)
         return checked
 
 
@@ -73,11 +73,11 @@ class Mxfp8Layer(MXFP8Linear):
                 filled, weight, self.kernel_preference, self.scale_calculation_mode, False
             )[: len(rows)]
             output = output if self.bias is None else output + self.bias.to(output.dtype)
-        checked: Tensor = _FirstDerivatives.apply(output.reshape(*given.shape[:-1], output.shape[-1]))
+        checked: Tensor = _DoubleBackwardGuard.apply(output.reshape(*given.shape[:-1], output.shape[-1]))
         return checked
 
 
-def computing_in(kind: str, *, emulate: bool) -> tuple[type[nn.Linear], dict[str, Any]]:
+def build_float8_class(kind: str, *, emulate: bool) -> tuple[type[nn.Linear], dict[str, Any]]:
     """Return the class that computes a linear layer in `kind`, and the attributes that it needs."""
     with torch.device("meta"):
         if kind == "mxfp8":

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from halfstep.errors import WrongUse, unknown_name
+from halfstep.errors import WrongUse, build_unknown_name_error
 from halfstep.json_data import JsonResult
-from halfstep.precision.known_bad import wrong_on_gpu
+from halfstep.precision.known_bad import explain_wrong_gpu_format
 
 Kind = Literal["cuda", "rocm", "cpu", "mps", "xpu", "tpu", "other"]
 
@@ -48,7 +48,7 @@ class Device(JsonResult):
 
 
 @dataclass(frozen=True)
-class Ability(JsonResult):
+class FormatSupport(JsonResult):
     """Whether a device computes in a format natively, and the fact that decides it."""
 
     json_keys: ClassVar[tuple[str, ...]] = ("native", "reason")
@@ -58,29 +58,29 @@ class Ability(JsonResult):
     """Not native, but torch computes in the format all the same: rounded as requested, and slow."""
 
 
-def ability(device: Device, format_name: str) -> Ability:
+def find_format_support(device: Device, format_name: str) -> FormatSupport:
     """Return whether `device` computes in this format natively, and why.
 
     A format that is known to give wrong numbers on this device is neither native nor emulated.
     """
     if device.kind == "tpu":
-        return Ability(False, "TPUs run through torch_xla, which is not supported here")
+        return FormatSupport(False, "TPUs run through torch_xla, which is not supported here")
     if format_name == "fp32":
-        return Ability(True, "every device supports it")
+        return FormatSupport(True, "every device supports it")
     if format_name == "fp64":
-        return _fp64(device)
-    wrong = wrong_on_gpu(device.name, format_name) if device.kind == "cuda" else None
-    return Ability(False, wrong) if wrong else _RULES[device.kind](device, format_name)
+        return _find_fp64_support(device)
+    wrong = explain_wrong_gpu_format(device.name, format_name) if device.kind == "cuda" else None
+    return FormatSupport(False, wrong) if wrong else _RULES[device.kind](device, format_name)
 
 
-def _fp64(device: Device) -> Ability:
+def _find_fp64_support(device: Device) -> FormatSupport:
     if device.kind == "mps":
-        return Ability(False, "Apple GPUs have no fp64")
+        return FormatSupport(False, "Apple GPUs have no fp64")
     if device.kind == "xpu" and "fp64" not in device.isa:
-        return Ability(False, "it has no fp64 arithmetic")
+        return FormatSupport(False, "it has no fp64 arithmetic")
     if device.kind == "other":
-        return _ability_of_other_device(device, "fp64")
-    return Ability(True, "it has fp64 arithmetic")
+        return _find_other_support(device, "fp64")
+    return FormatSupport(True, "it has fp64 arithmetic")
 
 
 _CAST = ("bf16", "fp16")
@@ -94,29 +94,33 @@ _CUDA_SINCE = {
 _DOUBLE_RATE_FP16 = ((5, 3), (6, 0), (6, 2))
 
 
-def _cuda(device: Device, format_name: str) -> Ability:
+def _find_cuda_support(device: Device, format_name: str) -> FormatSupport:
     has = device.capability or (0, 0)
     if format_name == "fp16":
-        return _cuda_fp16(has)
+        return _find_cuda_fp16_support(has)
     if format_name == "mxfp8" and has >= (11, 0):
-        return Ability(False, f"compute capability {_format_version(has)}: torchao has mxfp8 kernels for 10.x only")
+        return FormatSupport(
+            False, f"compute capability {_format_version(has)}: torchao has mxfp8 kernels for 10.x only"
+        )
     since, lack, gain = _CUDA_SINCE[format_name]
     if has >= since:
-        return Ability(True, f"compute capability {_format_version(has)} >= {_format_version(since)}: {gain}")
-    return Ability(
+        return FormatSupport(True, f"compute capability {_format_version(has)} >= {_format_version(since)}: {gain}")
+    return FormatSupport(
         False, f"compute capability {_format_version(has)} < {_format_version(since)}: {lack}", format_name == "bf16"
     )
 
 
-def _cuda_fp16(has: tuple[int, int]) -> Ability:
+def _find_cuda_fp16_support(has: tuple[int, int]) -> FormatSupport:
     if has >= (7, 0):
-        return Ability(True, f"compute capability {_format_version(has)} >= 7.0: fp16 tensor cores")
+        return FormatSupport(True, f"compute capability {_format_version(has)} >= 7.0: fp16 tensor cores")
     if has in _DOUBLE_RATE_FP16:
-        return Ability(True, f"compute capability {_format_version(has)}: fp16 at double rate, without tensor cores")
+        return FormatSupport(
+            True, f"compute capability {_format_version(has)}: fp16 at double rate, without tensor cores"
+        )
     # The consumer Pascal chips, between two that have fp16 at double rate: `>= 6.0` would be wrong.
     if has == (6, 1):
-        return Ability(False, "compute capability 6.1: fp16 runs at 1/64 of fp32's rate", emulated=True)
-    return Ability(False, f"compute capability {_format_version(has)} < 7.0: fp16 is emulated", emulated=True)
+        return FormatSupport(False, "compute capability 6.1: fp16 runs at 1/64 of fp32's rate", emulated=True)
+    return FormatSupport(False, f"compute capability {_format_version(has)} < 7.0: fp16 is emulated", emulated=True)
 
 
 # By the beginning of the architecture's name; the longest match counts.
@@ -134,16 +138,16 @@ _ROCM: dict[str, tuple[frozenset[str], str]] = {
 }
 
 
-def _rocm(device: Device, format_name: str) -> Ability:
+def _find_rocm_support(device: Device, format_name: str) -> FormatSupport:
     emulated = format_name in _CAST
     known = [prefix for prefix in _ROCM if device.arch.startswith(prefix)]
     if not known:
-        return Ability(False, f"nothing is known about {device.arch or 'this architecture'}", emulated)
+        return FormatSupport(False, f"nothing is known about {device.arch or 'this architecture'}", emulated)
     formats, what = _ROCM[max(known, key=len)]
     if format_name in formats:
-        return Ability(True, f"{device.arch} ({what})")
+        return FormatSupport(True, f"{device.arch} ({what})")
     lack = "is emulated" if emulated else "is not among its formats"
-    return Ability(False, f"{device.arch} ({what}): {format_name} {lack}", emulated)
+    return FormatSupport(False, f"{device.arch} ({what}): {format_name} {lack}", emulated)
 
 
 _XPU_NEEDS = {
@@ -155,30 +159,32 @@ _XPU_NEEDS = {
 }
 
 
-def _xpu(device: Device, format_name: str) -> Ability:
+def _find_xpu_support(device: Device, format_name: str) -> FormatSupport:
     need, words = _XPU_NEEDS[format_name]
     if need in device.isa:
-        return Ability(True, f"it has {words}")
+        return FormatSupport(True, f"it has {words}")
     # Without fp16 arithmetic SYCL refuses its kernels, and without tf32 engines fp32 would run.
     if format_name == "bf16":
-        return Ability(False, f"it has no {words}: bf16 is emulated", emulated=True)
-    return Ability(False, f"it has no {words}")
+        return FormatSupport(False, f"it has no {words}: bf16 is emulated", emulated=True)
+    return FormatSupport(False, f"it has no {words}")
 
 
 _MACOS_WITH_BF16 = (14,)
 
 
-def _mps(device: Device, format_name: str) -> Ability:
+def _find_mps_support(device: Device, format_name: str) -> FormatSupport:
     if format_name == "fp16":
-        return Ability(True, "every Apple GPU computes in fp16")
+        return FormatSupport(True, "every Apple GPU computes in fp16")
     if format_name != "bf16":
-        return Ability(False, f"Apple GPUs have no {format_name}")
+        return FormatSupport(False, f"Apple GPUs have no {format_name}")
     if device.macos < _MACOS_WITH_BF16:
-        return Ability(False, f"macOS {_format_version(device.macos) or 'of unknown version'} < 14: Metal has no bf16")
+        return FormatSupport(
+            False, f"macOS {_format_version(device.macos) or 'of unknown version'} < 14: Metal has no bf16"
+        )
     generation = re.search(r"\bM(\d+)", device.name)
     if generation is None or int(generation[1]) < 3:
-        return Ability(False, f"{device.name} is older than the M3: bf16 is emulated", emulated=True)
-    return Ability(True, f"{device.name} on macOS {_format_version(device.macos)} >= 14")
+        return FormatSupport(False, f"{device.name} is older than the M3: bf16 is emulated", emulated=True)
+    return FormatSupport(True, f"{device.name} on macOS {_format_version(device.macos)} >= 14")
 
 
 # In order of preference: the first one found is the reason that is given.
@@ -197,26 +203,26 @@ _CPU_LACKS = {
 }
 
 
-def _cpu(device: Device, format_name: str) -> Ability:
+def _find_cpu_support(device: Device, format_name: str) -> FormatSupport:
     found = [words for flag, words in _CPU_BF16.items() if flag in device.isa]
     if format_name == "bf16" and found:
-        return Ability(True, found[0])
-    return Ability(False, _CPU_LACKS[format_name], emulated=format_name != "tf32")
+        return FormatSupport(True, found[0])
+    return FormatSupport(False, _CPU_LACKS[format_name], emulated=format_name != "tf32")
 
 
-def _ability_of_other_device(device: Device, format_name: str) -> Ability:
+def _find_other_support(device: Device, format_name: str) -> FormatSupport:
     if device.name == "hpu" and format_name == "bf16":
-        return Ability(True, "Gaudi's matrix engines compute in bf16")
-    return Ability(False, f"nothing is known about {device.name}'s {format_name}", emulated=format_name in _CAST)
+        return FormatSupport(True, "Gaudi's matrix engines compute in bf16")
+    return FormatSupport(False, f"nothing is known about {device.name}'s {format_name}", emulated=format_name in _CAST)
 
 
-_RULES: dict[str, Callable[[Device, str], Ability]] = {
-    "cuda": _cuda,
-    "rocm": _rocm,
-    "xpu": _xpu,
-    "mps": _mps,
-    "cpu": _cpu,
-    "other": _ability_of_other_device,
+_RULES: dict[str, Callable[[Device, str], FormatSupport]] = {
+    "cuda": _find_cuda_support,
+    "rocm": _find_rocm_support,
+    "xpu": _find_xpu_support,
+    "mps": _find_mps_support,
+    "cpu": _find_cpu_support,
+    "other": _find_other_support,
 }
 
 
@@ -240,7 +246,7 @@ _WORTH_NAMING = {
 }
 
 
-def facts(device: Device) -> dict[str, str]:
+def describe_device_facts(device: Device) -> dict[str, str]:
     """Return the facts that decide about this device, in words; empty ones are left out."""
     words = {
         "compute capability": _format_version(device.capability or ()),
@@ -258,7 +264,7 @@ CPUINFO = Path(os.environ.get("HALFSTEP_CPUINFO", "/proc/cpuinfo"))
 AMD_DRIVER = Path("/sys/module/amdgpu/version")
 
 
-def describe(device: torch.device | str | None = None) -> Device:
+def describe_device(device: torch.device | str | None = None) -> Device:
     """Return the device of this name, or the accelerator of this number; None means the best one, or else the CPU.
 
     Raises WrongUse for a device that is not present, and UnknownName for a name that torch does not know.
@@ -266,15 +272,18 @@ def describe(device: torch.device | str | None = None) -> Device:
     place = str(device if device is not None else torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if place.replace(",", "").isdecimal():
         place = _name_by_number(place)
-    where = _TPU if place.split(":")[0] == "tpu" else _parse(place)
+    where = _TPU if place.split(":")[0] == "tpu" else _parse_device(place)
     reader = _READERS.get(where.type)
     if reader is None:
         return Device(kind="other", name=where.type, place=str(where), torch=torch.__version__)
-    if where.type not in (_TPU.type, *present()):
+    if where.type not in (_TPU.type, *list_device_types()):
         raise WrongUse(
             f"device {place!r} is not on this machine",
-            allowed=", ".join(present()),
-            do=f"leave the device out, or name {present()[0]!r}; for a GPU, check its driver and torch's build",
+            allowed=", ".join(list_device_types()),
+            do=(
+                f"leave the device out, or name {list_device_types()[0]!r}; for a GPU, check its driver and torch's "
+                "build"
+            ),
         )
     return reader(where)
 
@@ -298,7 +307,7 @@ def _name_by_number(numbers: str) -> str:
     return f"{accelerator.type}:{numbers}"
 
 
-def present() -> list[str]:
+def list_device_types() -> list[str]:
     """Return the device types that work here, the best one first."""
     # check_available: otherwise torch returns the accelerator that it was built for, present or not.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -308,11 +317,11 @@ def present() -> list[str]:
 _TPU = torch.device("xla")
 
 
-def _parse(place: str) -> torch.device:
+def _parse_device(place: str) -> torch.device:
     try:
         return torch.device(place)
     except RuntimeError:
-        raise unknown_name("device", place, [*_READERS, "tpu"]) from None
+        raise build_unknown_name_error("device", place, [*_READERS, "tpu"]) from None
 
 
 def _describe_cuda(where: torch.device) -> Device:
@@ -334,12 +343,12 @@ def _describe_cuda(where: torch.device) -> Device:
         capability=None if amd else (facts.major, facts.minor),
         # Features such as `:sramecc+:xnack-` follow the architecture.
         arch=facts.gcnArchName.split(":")[0] if amd else "",
-        driver=f"HIP {torch.version.hip} {_text(AMD_DRIVER)}".strip() if amd else _cuda_driver(),
+        driver=f"HIP {torch.version.hip} {_read_text(AMD_DRIVER)}".strip() if amd else _format_cuda_driver(),
         torch=torch.__version__,
     )
 
 
-def _cuda_driver() -> str:
+def _format_cuda_driver() -> str:
     version = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
     return f"CUDA {version // 1000}.{version % 1000 // 10}, cuDNN {torch.backends.cudnn.version()}"
 
@@ -388,9 +397,9 @@ def _describe_cpu(where: torch.device) -> Device:
     )
 
 
-def _linux_cpu() -> tuple[str, frozenset[str]]:
+def _read_linux_cpu() -> tuple[str, frozenset[str]]:
     fields: dict[str, str] = {}
-    for line in _text(CPUINFO).splitlines():
+    for line in _read_text(CPUINFO).splitlines():
         key, _, value = line.partition(":")
         # One block per core: the first one is enough.
         fields.setdefault(key.strip().lower(), value.strip())
@@ -402,12 +411,12 @@ def _linux_cpu() -> tuple[str, frozenset[str]]:
 _MACOS_FEATURES = {"bf16": "hw.optional.arm.FEAT_BF16", "fp16": "hw.optional.arm.FEAT_FP16"}
 
 
-def _macos_cpu() -> tuple[str, frozenset[str]]:
+def _read_macos_cpu() -> tuple[str, frozenset[str]]:
     isa = frozenset(flag for flag, key in _MACOS_FEATURES.items() if _sysctl(key) == "1")
     return _sysctl("machdep.cpu.brand_string"), isa
 
 
-_READ_CPU: dict[str, Callable[[], tuple[str, frozenset[str]]]] = {"linux": _linux_cpu, "darwin": _macos_cpu}
+_READ_CPU: dict[str, Callable[[], tuple[str, frozenset[str]]]] = {"linux": _read_linux_cpu, "darwin": _read_macos_cpu}
 
 
 def _torch_facts() -> Mapping[str, Any]:
@@ -428,7 +437,7 @@ _READERS: dict[str, Callable[[torch.device], Device]] = {
 }
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.errors import WrongUse
 from halfstep.formats import is_narrow, widen
-from halfstep.precision.converted import MARK, count_change, restore_layers, restored
+from halfstep.precision.converted import MARK, record_model_change, restore_layers, suspend_conversion
 
 PLACED = "_halfstep_island_of_policy"
 """The mark of an island that a policy has made."""
@@ -32,7 +32,7 @@ PLACED = "_halfstep_island_of_policy"
 # Record which islands are running, for observers. Without an observer it costs one read of an integer.
 
 
-class _Entered(threading.local):
+class _RunningIslands(threading.local):
     """The running islands of each thread: a GPU's backward runs in its own thread, and recomputes forwards there."""
 
     def __init__(self) -> None:
@@ -40,18 +40,18 @@ class _Entered(threading.local):
         """Modules or functions, outermost first."""
 
 
-running = _Entered()
+running = _RunningIslands()
 _lock = threading.Lock()
 _watchers = 0
 
 
-def watched() -> bool:
+def has_island_watchers() -> bool:
     """Return whether anything observes islands. torch.compile treats this as a constant."""
     return _watchers > 0
 
 
 @contextmanager
-def entered(island: object) -> Iterator[None]:
+def mark_island_running(island: object) -> Iterator[None]:
     """Mark an island as running inside the context; islands may be nested."""
     before = running.islands
     running.islands = (*before, island)
@@ -61,15 +61,15 @@ def entered(island: object) -> Iterator[None]:
         running.islands = before
 
 
-def watch() -> None:
-    """Start recording which islands run. Each call is undone by one call of `unwatch`."""
+def start_watching_islands() -> None:
+    """Start recording which islands run. Each call is undone by one call of `stop_watching_islands`."""
     global _watchers
     with _lock:
         _watchers += 1
 
 
-def unwatch() -> None:
-    """Undo one call of `watch`."""
+def stop_watching_islands() -> None:
+    """Undo one call of `start_watching_islands`."""
     global _watchers
     with _lock:
         _watchers -= 1
@@ -105,46 +105,46 @@ def island(target: Any, *paths: str) -> Any:
         WrongUse: The methods of a module cannot be replaced.
     """
     if not isinstance(target, nn.Module):
-        return _widen_inputs(target)
+        return _wrap_function_in_fp32(target)
     for module in [target.get_submodule(path) for path in paths] or [target]:
         restore_layers(module)
-        _raise_island(module)
+        _convert_to_island(module)
         module._halfstep_inside = bool(paths)  # type: ignore[assignment]
     return target
 
 
-def lift_island(model: nn.Module, path: str) -> None:
+def remove_island(model: nn.Module, path: str) -> None:
     """Undo `island` for the module at `path`; its weights stay in fp32."""
     module = model.get_submodule(path)
     if isinstance(module, Island):
         module.__class__ = module._halfstep_original  # type: ignore[assignment]
         del module._halfstep_inside
-        count_change()
+        record_model_change()
 
 
 @contextmanager
-def trial_island(model: nn.Module, *paths: str) -> Iterator[None]:
+def make_temporary_islands(model: nn.Module, *paths: str) -> Iterator[None]:
     """Make the modules at `paths` islands inside the context; existing islands stay."""
     new = {path: module for path in paths if not is_island(module := model.get_submodule(path))}
     stored = [(tensor, tensor.data) for module in new.values() for tensor in (*module.parameters(), *module.buffers())]
     with ExitStack() as active:
         for module in new.values():
-            active.enter_context(restored(module))
+            active.enter_context(suspend_conversion(module))
         try:
             for path, module in new.items():
-                _raise_island(module)
+                _convert_to_island(module)
                 module._halfstep_inside = bool(path)  # type: ignore[assignment]
             yield
         finally:
             for path in new:
-                lift_island(model, path)
+                remove_island(model, path)
             # Raising an island widened these; the old storage is restored itself, so no second rounding happens.
             for tensor, data in stored:
                 if is_narrow(data.dtype):
                     tensor.data = data
 
 
-def is_changed(model: nn.Module) -> bool:
+def has_precision_changes(model: nn.Module) -> bool:
     """Return whether a precision has converted layers of a model, or made islands of some."""
     return any(MARK in vars(module) or PLACED in vars(module) for module in model.modules())
 
@@ -154,7 +154,7 @@ def undo_policy(model: nn.Module) -> None:
     restore_layers(model)
     for path, module in model.named_modules():
         if vars(module).pop(PLACED, False):
-            lift_island(model, path)
+            remove_island(model, path)
 
 
 def is_island(module: nn.Module) -> bool:
@@ -167,7 +167,7 @@ def is_inside(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def islands(model: nn.Module) -> dict[str, nn.Module]:
+def find_islands(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost islands of a model by path."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -176,7 +176,7 @@ def islands(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def settle(model: nn.Module) -> None:
+def mark_inner_islands(model: nn.Module) -> None:
     """Mark the islands below `model` as inside a model, so that their outputs are cast back for the next layer."""
     for path, module in model.named_modules():
         # A criterion may be a submodule too. Its output is a loss, which stays in fp32.
@@ -197,19 +197,19 @@ class Island:
         return (_make_island, (self._halfstep_original, *arguments[1:]), *rest)
 
 
-def _raise_island(module: nn.Module) -> None:
+def _convert_to_island(module: nn.Module) -> None:
     if is_island(module):
         return
-    _check_can_rise(module)
+    _check_can_convert(module)
     for tensor in (*module.parameters(), *module.buffers()):
         if is_narrow(tensor.dtype):
             # Through .data: the Parameter object stays the same, and an optimizer may already hold it.
             tensor.data = tensor.data.float()
     # Replacing the class, rather than wrapping the module, keeps state_dict keys, isinstance and references intact.
-    module.__class__ = _island_class(type(module))
+    module.__class__ = _build_island_class(type(module))
 
 
-def _check_can_rise(module: nn.Module) -> None:
+def _check_can_convert(module: nn.Module) -> None:
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         given, do = f"{kind} is a scripted module, whose methods are fixed", "make the island before torch.jit.script"
@@ -223,7 +223,7 @@ def _check_can_rise(module: nn.Module) -> None:
 
 
 def _make_island(original: type[nn.Module], *arguments: Any) -> nn.Module:
-    cls = _island_class(original)
+    cls = _build_island_class(original)
     return cls.__new__(cls, *arguments)
 
 
@@ -231,15 +231,15 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 """One island class for each module class, so that two islands of a kind have the same type."""
 
 
-def _island_class(original: type[nn.Module]) -> type[nn.Module]:
+def _build_island_class(original: type[nn.Module]) -> type[nn.Module]:
     if original not in _CLASSES:
-        entries = {name: _entry(method) for name, method in _public_methods(original)}
+        entries = {name: _wrap_method(method) for name, method in _iterate_public_methods(original)}
         facts = {"__module__": original.__module__, "__doc__": original.__doc__, "_halfstep_original": original}
         _CLASSES[original] = type(f"Island{original.__name__}", (Island, original), {**facts, **entries})
     return _CLASSES[original]
 
 
-def _public_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _iterate_public_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield the methods that compute: not private ones, not nn.Module's own, not generators."""
     for name, member in inspect.getmembers(cls, inspect.isfunction):
         own = name == "forward" or not hasattr(nn.Module, name)
@@ -249,25 +249,25 @@ def _public_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., A
             yield name, member
 
 
-def _entry(method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_method(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if watched():
-            # torch.compile evaluates `watched()` while it traces, so compiled code does not contain this branch.
-            with entered(self):
-                return _compute_wide(method, self, args, kwargs)
-        return _compute_wide(method, self, args, kwargs)
+        if has_island_watchers():
+            # torch.compile evaluates `has_island_watchers()` while tracing: compiled code does not contain this branch.
+            with mark_island_running(self):
+                return _call_in_fp32(method, self, args, kwargs)
+        return _call_in_fp32(method, self, args, kwargs)
 
     return entry
 
 
-def _compute_wide(method: Callable[..., Any], self: Any, args: Any, kwargs: Any) -> Any:
-    given = _tensors((args, kwargs))
+def _call_in_fp32(method: Callable[..., Any], self: Any, args: Any, kwargs: Any) -> Any:
+    given = _list_floating((args, kwargs))
     # Weights were widened when the island was made. If they are narrow now, FSDP2 has gathered them so.
     first = next(self.parameters(), None)
     stored_wide = first is None or not is_narrow(first.dtype)
     with (
-        torch.autocast(_device_type(given, self), enabled=False),
+        torch.autocast(_find_device_type(given, self), enabled=False),
         nullcontext() if stored_wide else _use_wide_weights(self),
     ):
         out = method(self, *_map_tensors(args, widen), **_map_tensors(kwargs, widen))
@@ -297,15 +297,15 @@ def _use_wide_weights(module: nn.Module) -> Iterator[None]:
                 table[name] = parameter
 
 
-def _widen_inputs(function: Callable[P, R]) -> Callable[P, R]:
+def _wrap_function_in_fp32(function: Callable[P, R]) -> Callable[P, R]:
     def compute(args: Any, kwargs: Any) -> R:
-        with torch.autocast(_device_type(_tensors((args, kwargs))), enabled=False):
+        with torch.autocast(_find_device_type(_list_floating((args, kwargs))), enabled=False):
             return function(*_map_tensors(args, widen), **_map_tensors(kwargs, widen))
 
     @functools.wraps(function)
     def wide(*args: P.args, **kwargs: P.kwargs) -> R:
-        if watched():
-            with entered(function):
+        if has_island_watchers():
+            with mark_island_running(function):
                 return compute(args, kwargs)
         return compute(args, kwargs)
 
@@ -326,7 +326,7 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _list_floating(value: Any) -> list[Tensor]:
     """Return the floating tensors that `_map_tensors` would change."""
     found: list[Tensor] = []
 
@@ -338,7 +338,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _device_type(given: list[Tensor], module: nn.Module | None = None) -> str:
+def _find_device_type(given: list[Tensor], module: nn.Module | None = None) -> str:
     if not given and module is not None:
         given = list(itertools.islice(itertools.chain(module.parameters(), module.buffers()), 1))
     return given[0].device.type if given else "cpu"

@@ -11,7 +11,7 @@ from typing import TypedDict
 from halfstep.finding import Severity
 
 
-class KnownBad(TypedDict, total=False):
+class KnownBadEntry(TypedDict, total=False):
     """An entry of the table; it is about versions of a package, about some GPUs, or about both."""
 
     id: str
@@ -30,16 +30,16 @@ class KnownBad(TypedDict, total=False):
 
 
 @cache
-def known_bad() -> tuple[KnownBad, ...]:
+def read_known_bad() -> tuple[KnownBadEntry, ...]:
     """Return the table; each entry has its sources."""
     text = resources.files("halfstep.precision").joinpath("known_bad.json").read_text(encoding="utf-8")
     return tuple(json.loads(text))
 
 
 @cache
-def wrong_on_gpu(name: str, format_name: str) -> str | None:
+def explain_wrong_gpu_format(name: str, format_name: str) -> str | None:
     """Return why computing in this format gives wrong numbers on a GPU, with sources; None if nothing is known."""
-    for entry in known_bad():
+    for entry in read_known_bad():
         if format_name in entry.get("wrong_formats", ()) and re.search(entry["gpu"], name):
             return f"known to be wrong: {entry['what']} ({', '.join(entry['sources'])})"
     return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from halfstep.errors import Contradiction, PrecisionRefused, UnknownName, unknown_name
+from halfstep.errors import Contradiction, PrecisionRefused, UnknownName, build_unknown_name_error
 
 AUTO = "auto"
 AMP = "amp"
@@ -21,7 +21,7 @@ FP64 = "fp64"
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedPrecision:
     """A precision's canonical name, and what it was read from where an alias was given."""
 
     name: str
@@ -83,30 +83,32 @@ _REFUSALS: dict[str, tuple[tuple[str, str, str], str]] = {
 }
 
 
-def read_precision(value: object) -> Named:
+def parse_precision(value: object) -> NamedPrecision:
     """Return the precision that a word, a number or a torch dtype means.
 
     Raises PrecisionRefused for a precision that no run can have, and UnknownName for anything else.
     """
     if is_policy(value):
-        return _read_policy(value)
+        return _parse_policy(value)
     if isinstance(value, Mapping):
         raise PrecisionRefused(
             f"the policy {dict(value)} has no {DEFAULT!r}",
             allowed="a precision for all modules, and others by pattern",
             do=f"precision: {{{DEFAULT}: bf16, {', '.join(f'{key!r}: {name}' for key, name in value.items())}}}",
         )
-    word = _word_of(value)
+    word = _normalize_word(value)
     if word in _REFUSALS:
         sentences, use = _REFUSALS[word]
         given, allowed, do = (sentence.format(given=repr(value), use=use) for sentence in sentences)
         raise PrecisionRefused(given, allowed=allowed, do=do)
-    if word in (AUTO, AMP, *precision_names(), *FP8_KINDS):
-        return Named(word)
+    if word in (AUTO, AMP, *list_precision_names(), *FP8_KINDS):
+        return NamedPrecision(word)
     if word in _ALIASES:
         name, whose = _ALIASES[word]
-        return Named(name, f"{value!r} is {whose} for {name}")
-    raise unknown_name("precision", value, [AUTO, AMP, *precision_names(), *FP8_KINDS, *(set(_ALIASES) - {"false"})])
+        return NamedPrecision(name, f"{value!r} is {whose} for {name}")
+    raise build_unknown_name_error(
+        "precision", value, [AUTO, AMP, *list_precision_names(), *FP8_KINDS, *(set(_ALIASES) - {"false"})]
+    )
 
 
 DEFAULT = "default"
@@ -126,26 +128,28 @@ def is_policy(value: object) -> bool:
     return (isinstance(value, Mapping) and DEFAULT in value) or (isinstance(value, str) and ";" in value)
 
 
-def policy_name(default: str, rules: Iterable[PolicyRule]) -> str:
+def format_policy_name(default: str, rules: Iterable[PolicyRule]) -> str:
     """Return the name of a policy, such as `bf16; blocks.*=fp8; head=default`."""
     return "; ".join([default, *(f"{rule.pattern}={rule.name}" for rule in rules)])
 
 
-def policy_parts(name: str) -> tuple[str, tuple[PolicyRule, ...]]:
+def parse_policy_name(name: str) -> tuple[str, tuple[PolicyRule, ...]]:
     """Return the default precision and the rules of a policy's name."""
     default, *rules = (part.strip() for part in name.split(";"))
     return default, tuple(PolicyRule(*rule.rpartition("=")[::2]) for rule in rules if rule)
 
 
-def _read_policy(value: Any) -> Named:
+def _parse_policy(value: Any) -> NamedPrecision:
     given: Mapping[str, object] = (
-        value if isinstance(value, Mapping) else {DEFAULT: policy_parts(value)[0], **dict(policy_parts(value)[1])}
+        value
+        if isinstance(value, Mapping)
+        else {DEFAULT: parse_policy_name(value)[0], **dict(parse_policy_name(value)[1])}
     )
-    default = read_precision(given[DEFAULT])
+    default = parse_precision(given[DEFAULT])
     rules = []
     for pattern, asked in given.items():
         if pattern != DEFAULT:
-            name = DEFAULT if asked == DEFAULT else read_precision(asked).name
+            name = DEFAULT if asked == DEFAULT else parse_precision(asked).name
             rules.append(PolicyRule(str(pattern), DEFAULT if name == default.name else name))
             if (
                 rules[-1].name not in (DEFAULT, "fp32", "bf16", *FP8_KINDS)
@@ -157,36 +161,36 @@ def _read_policy(value: Any) -> Named:
                     allowed=f"{', '.join(FP8_KINDS)}, fp32, bf16 next to a default in fp8, or {DEFAULT}",
                     do=f"precision: {{default: {default.name}, '{pattern}': fp8}}",
                 )
-    return Named(policy_name(default.name, rules), default.took)
+    return NamedPrecision(format_policy_name(default.name, rules), default.took)
 
 
-def read_step_precision(value: object) -> Named:
-    """Return what `read_precision` returns, and fp64 as well, for a step over a model of the user."""
-    word = _word_of(value)
+def parse_step_precision(value: object) -> NamedPrecision:
+    """Return what `parse_precision` returns, and fp64 as well, for a step over a model of the user."""
+    word = _normalize_word(value)
     if word == FP64:
-        return Named(FP64)
+        return NamedPrecision(FP64)
     if word in _FP64_ALIASES:
-        return Named(FP64, f"{value!r} is {_FP64_ALIASES[word]} for {FP64}")
-    return read_precision(value)
+        return NamedPrecision(FP64, f"{value!r} is {_FP64_ALIASES[word]} for {FP64}")
+    return parse_precision(value)
 
 
-def _word_of(value: object) -> str:
+def _normalize_word(value: object) -> str:
     return str(value).strip().lower().removeprefix("torch.")
 
 
-def precision_names() -> list[str]:
-    """Return the names of the precisions that a recipe can have; `precision.PRECISIONS` defines them, and fp64."""
+def list_precision_names() -> list[str]:
+    """Return the names of the precisions of a recipe; `precision.PRECISIONS` also has fp64 and the kinds of fp8."""
     # Listed here rather than read from PRECISIONS, so that `halfstep --help` does not import torch.
     return ["bf16", "fp16", "fp32", "tf32"]
 
 
 @dataclass(frozen=True)
-class Claim:
+class PrecisionClaim:
     """The meaning of one key of a configuration: a precision, or only which ones are excluded."""
 
     key: str
     value: object
-    says: Named | None = None
+    says: NamedPrecision | None = None
     denies: frozenset[str] = frozenset()
     otherwise: str = ""
     """The precision that the key means if no other key names one."""
@@ -200,7 +204,7 @@ class Claim:
         return f"{self.key}={self.value!r}"
 
 
-_Reader = Callable[[str, object], Claim | None]
+_Reader = Callable[[str, object], PrecisionClaim | None]
 
 _ON = frozenset({"true", "yes", "on", "1"})
 _OFF = frozenset({"false", "no", "off", "0"})
@@ -208,51 +212,51 @@ _NARROW = frozenset({"bf16", "fp16", *FP8_KINDS, AUTO})
 _FULL = frozenset({"fp32", "tf32"})
 
 
-def _word(key: str, value: object) -> Claim | None:
-    named = read_precision(value)
-    return _claim_without_format(key, value) if named.name == AMP else Claim(key, value, says=named)
+def _parse_format_key(key: str, value: object) -> PrecisionClaim | None:
+    named = parse_precision(value)
+    return _build_formatless_claim(key, value) if named.name == AMP else PrecisionClaim(key, value, says=named)
 
 
-def _claim_without_format(key: str, value: object) -> Claim:
+def _build_formatless_claim(key: str, value: object) -> PrecisionClaim:
     # In other projects fp16, torch's default on a GPU.
-    return Claim(key, value, denies=_FULL, otherwise="fp16")
+    return PrecisionClaim(key, value, denies=_FULL, otherwise="fp16")
 
 
-def _switch(key: str, value: object) -> Claim | None:
+def _parse_switch_key(key: str, value: object) -> PrecisionClaim | None:
     """Read mixed precision as on, off or a format."""
     if is_off(value):
-        return Claim(key, value, denies=_NARROW, otherwise="fp32")
+        return PrecisionClaim(key, value, denies=_NARROW, otherwise="fp32")
     if is_on(value):
-        return _claim_without_format(key, value)
+        return _build_formatless_claim(key, value)
     if isinstance(value, Mapping):
         return _ignore_auto(key, value)
     try:
-        return _word(key, value)
+        return _parse_format_key(key, value)
     except UnknownName as error:
         raise UnknownName(f"{key}: {error.given}", allowed=f"true, false, {error.allowed}", do=error.do) from None
 
 
-def _claim_of_flag(key: str, value: object) -> Claim | None:
+def _parse_flag_key(key: str, value: object) -> PrecisionClaim | None:
     """Read `fp16: true`, or DeepSpeed's `fp16: {enabled: true}`. Off excludes only its own precision."""
     if is_off(value):
-        return Claim(key, value, denies=frozenset({key}), otherwise=AUTO if key == "fp32" else "fp32")
+        return PrecisionClaim(key, value, denies=frozenset({key}), otherwise=AUTO if key == "fp32" else "fp32")
     if is_on(value):
-        return Claim(key, value, says=Named(key))
+        return PrecisionClaim(key, value, says=NamedPrecision(key))
     return _ignore_auto(key, value)
 
 
-def _tf32(key: str, value: object) -> Claim | None:
+def _parse_tf32_key(key: str, value: object) -> PrecisionClaim | None:
     """Read `tf32: true`, which names the format of fp32 products alone: next to `bf16: true` it decides nothing."""
     if is_off(value):
-        return Claim(key, value, denies=frozenset({TF32}), otherwise="fp32")
+        return PrecisionClaim(key, value, denies=frozenset({TF32}), otherwise="fp32")
     if is_on(value):
-        return Claim(key, value, denies=frozenset({"fp32"}), otherwise=TF32)
+        return PrecisionClaim(key, value, denies=frozenset({"fp32"}), otherwise=TF32)
     return _ignore_auto(key, value)
 
 
-def _ignore_auto(key: str, value: object) -> Claim | None:
+def _ignore_auto(key: str, value: object) -> PrecisionClaim | None:
     """Return None for DeepSpeed's `auto`, which decides nothing; refuse any other value."""
-    if _state(value) == AUTO:
+    if _read_enabled_word(value) == AUTO:
         return None
     raise PrecisionRefused(
         f"{key} is {repr(value)[:60]}, which is neither on nor off",
@@ -263,62 +267,62 @@ def _ignore_auto(key: str, value: object) -> Claim | None:
 
 def is_on(value: object) -> bool:
     """Return whether a value, or its `enabled` entry, means on."""
-    return _state(value) in _ON
+    return _read_enabled_word(value) in _ON
 
 
 def is_off(value: object) -> bool:
     """Return whether a value, or its `enabled` entry, means off."""
-    return _state(value) in _OFF
+    return _read_enabled_word(value) in _OFF
 
 
-def _state(value: object) -> str:
+def _read_enabled_word(value: object) -> str:
     return str(value.get("enabled") if isinstance(value, Mapping) else value).strip().lower()
 
 
 _KEYS: dict[str, _Reader] = {
-    "use_amp": _switch,
-    "amp": _switch,
-    "mixed_precision": _switch,
-    "amp_dtype": _word,
-    "precision_type": _word,
-    "precision": _word,
-    "trainer.precision": _word,
-    "fp16": _claim_of_flag,
-    "bf16": _claim_of_flag,
-    "fp32": _claim_of_flag,
-    TF32: _tf32,
+    "use_amp": _parse_switch_key,
+    "amp": _parse_switch_key,
+    "mixed_precision": _parse_switch_key,
+    "amp_dtype": _parse_format_key,
+    "precision_type": _parse_format_key,
+    "precision": _parse_format_key,
+    "trainer.precision": _parse_format_key,
+    "fp16": _parse_flag_key,
+    "bf16": _parse_flag_key,
+    "fp32": _parse_flag_key,
+    TF32: _parse_tf32_key,
 }
 PRECISION_KEYS = frozenset(_KEYS) - {TF32}
 """The keys by which other projects choose a precision; for most of them `tf32` is a detail of fp32."""
-SWITCHES = tuple(key for key, reader in _KEYS.items() if reader is _switch)
-FLAGS = tuple(key for key, reader in _KEYS.items() if reader is _claim_of_flag)
+SWITCHES = tuple(key for key, reader in _KEYS.items() if reader is _parse_switch_key)
+FLAGS = tuple(key for key, reader in _KEYS.items() if reader is _parse_flag_key)
 FORMATS = ("amp_dtype", "precision_type")
 """Keys of the format that mixed precision has if it is on."""
 
 
-def read_settings(settings: Mapping[str, Any]) -> Named | None:
+def parse_precision_settings(settings: Mapping[str, Any]) -> NamedPrecision | None:
     """Return the precision that a configuration asks for, in any project's keys; None if it names none.
 
     Raises Contradiction if two keys ask for different precisions.
     """
-    claims = read_claims(settings)
+    claims = parse_precision_claims(settings)
     if not claims:
         return None
-    settled = settle(claims)
+    settled = resolve_claims(claims)
     if settled.against:
-        raise _contradiction(settled, settled.against[0])
+        raise _build_contradiction(settled, settled.against[0])
     if settled.without_format:
-        return Named(AMP, "" if settled.by.value == AMP else f"{settled.by} names no format: {AMP_MEANS}")
-    return Named(settled.name, _took(settled, claims))
+        return NamedPrecision(AMP, "" if settled.by.value == AMP else f"{settled.by} names no format: {AMP_MEANS}")
+    return NamedPrecision(settled.name, _describe_precision_reading(settled, claims))
 
 
 @dataclass(frozen=True)
-class Settled:
+class SettledClaims:
     """The outcome of several claims: a precision, the claim that decides, and the claims that contradict it."""
 
     name: str
-    by: Claim
-    against: list[Claim]
+    by: PrecisionClaim
+    against: list[PrecisionClaim]
     without_format: bool = False
     """Whether mixed precision is on and no claim names or excludes a format; then `name` is torch's default."""
 
@@ -328,38 +332,38 @@ class Settled:
 _DECIDES = {"fp16": 1, AMP: 1, AUTO: 2, TF32: 3}
 
 
-def settle(claims: Sequence[Claim]) -> Settled:
+def resolve_claims(claims: Sequence[PrecisionClaim]) -> SettledClaims:
     """Return the outcome of one or more claims. A key that names a precision takes priority over a switch."""
     by = min(claims, key=lambda claim: 0 if claim.says else _DECIDES.get(claim.otherwise, 4))
     name = by.meaning if by.says else _resolve_switch(by, claims)
     against = [c for c in claims if (c.says is not None and c.meaning != name) or name in c.denies]
-    return Settled(name, by, against, by.says is None and name == "fp16" and len(_formats_left(claims)) == 2)
+    return SettledClaims(name, by, against, by.says is None and name == "fp16" and len(_list_formats_left(claims)) == 2)
 
 
-def _formats_left(claims: Sequence[Claim]) -> list[str]:
+def _list_formats_left(claims: Sequence[PrecisionClaim]) -> list[str]:
     return [name for name in ("fp16", "bf16") if not any(name in c.denies for c in claims)]
 
 
-def _resolve_switch(switch: Claim, claims: Sequence[Claim]) -> str:
+def _resolve_switch(switch: PrecisionClaim, claims: Sequence[PrecisionClaim]) -> str:
     """Return the precision that a switch leaves: `amp: true` with `fp16: false` is bf16, by default it is torch's."""
     if switch.meaning in _FULL:
         return switch.meaning
-    left = _formats_left(claims)
+    left = _list_formats_left(claims)
     if switch.meaning in (AUTO, AMP) and len(left) == 2:
         return switch.meaning
     return next(iter(left), "bf16" if switch.meaning == AMP else "fp16")
 
 
-def read_claims(settings: Mapping[str, Any]) -> list[Claim]:
+def parse_precision_claims(settings: Mapping[str, Any]) -> list[PrecisionClaim]:
     """Return the claim of each precision key; a format whose switch is off or `auto` makes none."""
-    values = {key: value for key in _KEYS if (value := _value_at(settings, key)) is not None}
+    values = {key: value for key in _KEYS if (value := _find_value(settings, key)) is not None}
     switches = [values.get(switch) for switch in SWITCHES]
     idle = FORMATS if any(is_off(value) or value == AUTO for value in switches) else ()
     read = (_KEYS[key](key, value) for key, value in values.items() if key not in idle)
     return [claim for claim in read if claim is not None]
 
 
-def _value_at(settings: Mapping[str, Any], key: str) -> Any:
+def _find_value(settings: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key, written flat with dots or nested."""
     if key in settings:
         return settings[key]
@@ -368,7 +372,7 @@ def _value_at(settings: Mapping[str, Any], key: str) -> Any:
     return folder.get(inner) if isinstance(folder, Mapping) else None
 
 
-def _took(settled: Settled, claims: Iterable[Claim]) -> str:
+def _describe_precision_reading(settled: SettledClaims, claims: Iterable[PrecisionClaim]) -> str:
     by = settled.by
     if by.says and by.meaning == by.value and (by.key == "precision" or by.value == AUTO):
         return ""
@@ -379,7 +383,7 @@ def _took(settled: Settled, claims: Iterable[Claim]) -> str:
     return f"{' with '.join(together)} is read as {settled.name}"
 
 
-def _contradiction(settled: Settled, other: Claim) -> Contradiction:
+def _build_contradiction(settled: SettledClaims, other: PrecisionClaim) -> Contradiction:
     one, name = settled.by, settled.name
     against = f"asks for {other.meaning}" if other.meaning != name else f"rules {name} out"
     return Contradiction(

@@ -28,8 +28,8 @@ def apply_policy(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) 
 
     Nothing is changed where it is refused, or where the model is as it should be.
     """
-    placed = place(model, default, rules) if default or rules else Placed({}, ())
-    if (placed.kinds, sorted(placed.islands)) == changed_parts(model):
+    placed = resolve_policy(model, default, rules) if default or rules else PolicyPlacement({}, ())
+    if (placed.kinds, sorted(placed.islands)) == list_applied_policy(model):
         return
     if placed.kinds and not has_torchao():
         raise PrecisionRefused(
@@ -43,7 +43,7 @@ def apply_policy(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) 
             vars(module)[PLACED] = True
 
 
-def changed_parts(model: nn.Module) -> tuple[dict[str, str], list[str]]:
+def list_applied_policy(model: nn.Module) -> tuple[dict[str, str], list[str]]:
     """Return the kinds of the layers that were converted for their device, and the islands that a policy has made."""
     named = list(model.named_modules())
     marks = {path: vars(module)[MARK] for path, module in named if MARK in vars(module)}
@@ -55,7 +55,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Names that torch.compile and checkpointing put into paths."""
 
 
-class Placed(NamedTuple):
+class PolicyPlacement(NamedTuple):
     """What a policy means for one model."""
 
     kinds: dict[str, str]
@@ -63,15 +63,15 @@ class Placed(NamedTuple):
     islands: tuple[str, ...]
 
 
-def place(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) -> Placed:
+def resolve_policy(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) -> PolicyPlacement:
     """Return which layers of a model a precision converts, and which modules it keeps in fp32.
 
     `default` is the conversion of layers without a rule; empty for none. Raises PrecisionRefused for a pattern without
     effect, and where nothing can be converted.
     """
     paths = [path for path, _ in model.named_modules()]
-    chosen = {path: _last_matching_rule(path, rules) for path in paths}
-    _check_effect(model, rules, chosen)
+    chosen = {path: _find_last_rule(path, rules) for path in paths}
+    _check_patterns_match(model, rules, chosen)
     named = {path: DEFAULT if at is None else rules[at].name for path, at in chosen.items()}
     names = {path: default if name == DEFAULT else name for path, name in named.items()}
     table = eligible_layers(model, {path: name for path, name in names.items() if name in MULTIPLES})
@@ -96,10 +96,10 @@ def place(model: nn.Module, default: str, rules: tuple[PolicyRule, ...]) -> Plac
             allowed="plain nn.Linear layers whose dimensions are multiples of 16, or of 32 for mxfp8",
             do="precision='bf16'",
         )
-    return Placed(kinds, tuple(outermost))
+    return PolicyPlacement(kinds, tuple(outermost))
 
 
-def _last_matching_rule(path: str, rules: tuple[PolicyRule, ...]) -> int | None:
+def _find_last_rule(path: str, rules: tuple[PolicyRule, ...]) -> int | None:
     """Return the number of the last rule whose pattern matches a module, or one that contains it."""
     parts = [part for part in path.split(".") if part not in _WRAPPERS]
     around = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
@@ -107,10 +107,10 @@ def _last_matching_rule(path: str, rules: tuple[PolicyRule, ...]) -> int | None:
     return found[-1] if found else None
 
 
-def _check_effect(model: nn.Module, rules: tuple[PolicyRule, ...], chosen: Mapping[str, int | None]) -> None:
+def _check_patterns_match(model: nn.Module, rules: tuple[PolicyRule, ...], chosen: Mapping[str, int | None]) -> None:
     counts = {at for path, at in chosen.items() if _is_layer(model.get_submodule(path))}
     for at, rule in enumerate(rules):
-        matched = [path for path in chosen if path and _last_matching_rule(path, (rule,)) is not None]
+        matched = [path for path in chosen if path and _find_last_rule(path, (rule,)) is not None]
         if matched and at in counts:
             continue
         near = difflib.get_close_matches(rule.pattern.strip("*."), [path for path in chosen if path], 3, 0.3)

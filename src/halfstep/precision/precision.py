@@ -10,12 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from halfstep.errors import unknown_name
+from halfstep.errors import build_unknown_name_error
 from halfstep.formats import BF16, FP16, FP32, FP64, TF32, Format
 from halfstep.formats import widen as widen
 from halfstep.precision import flags, names
 from halfstep.precision.island import undo_policy
-from halfstep.precision.names import FP8_KINDS, PolicyRule, is_policy, policy_name, policy_parts, precision_names
+from halfstep.precision.names import (
+    FP8_KINDS,
+    PolicyRule,
+    format_policy_name,
+    is_policy,
+    list_precision_names,
+    parse_policy_name,
+)
 
 # -- half convolutions ------------------------------------------------------------------------------------------------
 # Speed up fp16 convolutions on a CPU: oneDNN has no kernel for their backward and falls back to a reference loop.
@@ -26,29 +33,29 @@ from halfstep.precision.names import FP8_KINDS, PolicyRule, is_policy, policy_na
 _MARK = "_halfstep_spared"
 
 
-def spare_half_convolutions(model: nn.Module) -> int:
+def disable_onednn_fp16_backward(model: nn.Module) -> int:
     """Run the backward of each fp16 convolution in `model` without oneDNN; return the number of modules."""
     convolutions = [m for m in model.modules() if isinstance(m, _ConvNd)]
     for module in convolutions:
         if not hasattr(module, _MARK):
-            module.register_forward_hook(_spare)
+            module.register_forward_hook(_hook_onednn_switch)
             setattr(module, _MARK, True)
     return len(convolutions)
 
 
-def _spare(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+def _hook_onednn_switch(_module: nn.Module, _inputs: object, output: Tensor) -> None:
     node = output.grad_fn
     if node is None or output.dtype is not torch.float16 or output.device.type != "cpu":
         return
     # The user's own setting, not the current one: another thread's backward may have turned the switch off right now.
-    before = flags.mkldnn_before()
+    before = flags.read_user_mkldnn()
     # Hooks of the graph node, not of the module: where the input needs no gradient, as in a first layer, torch calls a
     # module's backward hook before the kernel runs.
-    node.register_prehook(lambda _grads: _switch(False))
-    node.register_hook(lambda _in, _out: _switch(before))
+    node.register_prehook(lambda _grads: _set_onednn(False))
+    node.register_hook(lambda _in, _out: _set_onednn(before))
 
 
-def _switch(on: object) -> None:
+def _set_onednn(on: object) -> None:
     torch.backends.mkldnn.enabled = on  # type: ignore[assignment]
 
 
@@ -107,10 +114,10 @@ class Precision:
 
         Values that stay in fp32 are computed in IEEE fp32, in islands too, unless tf32 was requested by name.
         """
-        fp32 = flags.fp32_scope("tf32" if self.computes is TF32 else "ieee", device)
+        fp32 = flags.create_fp32_scope("tf32" if self.computes is TF32 else "ieee", device)
         if self.casts:
-            fp32 = flags.backward_outside_autocast(fp32)
-        return flags.mkldnn_kept(fp32) if self._spares_convolutions(device) else fp32
+            fp32 = flags.wrap_backward_outside_autocast(fp32)
+        return flags.wrap_keeping_mkldnn(fp32) if self._spares_convolutions(device) else fp32
 
     @contextmanager
     def inference(self, device: torch.device) -> Iterator[None]:
@@ -127,7 +134,7 @@ class Precision:
         else:
             undo_policy(model)
         if self._spares_convolutions(device):
-            spare_half_convolutions(model)
+            disable_onednn_fp16_backward(model)
 
     def _spares_convolutions(self, device: torch.device) -> bool:
         return self.computes is FP16 and device.type == "cpu"
@@ -182,23 +189,23 @@ PRECISIONS = {
     )
 }
 assert list(PRECISIONS) == [
-    *precision_names(),
+    *list_precision_names(),
     names.FP64,
     *FP8_KINDS,
 ]  # the names are listed apart, so that reading them needs no torch
 
 
-def precision_named(name: str) -> Precision:
-    """Return the precision of exactly this name, or raise UnknownName; `read_precision` accepts aliases."""
+def resolve_precision_name(name: str) -> Precision:
+    """Return the precision of exactly this name, or raise UnknownName; `parse_precision` accepts aliases."""
     if is_policy(name):
-        default, rules = policy_parts(name)
-        return with_rules(precision_named(default), rules)
+        default, rules = parse_policy_name(name)
+        return add_policy_rules(resolve_precision_name(default), rules)
     if name not in PRECISIONS:
-        raise unknown_name("precision", name, PRECISIONS)
+        raise build_unknown_name_error("precision", name, PRECISIONS)
     return PRECISIONS[name]
 
 
-def with_rules(precision: Precision, rules: tuple[PolicyRule, ...]) -> Precision:
+def add_policy_rules(precision: Precision, rules: tuple[PolicyRule, ...]) -> Precision:
     """Return a precision with the rules of a policy."""
     summary = f"{precision.summary}; by pattern: {', '.join(f'{rule.pattern} {rule.name}' for rule in rules)}"
-    return replace(precision, name=policy_name(precision.name, rules), summary=summary, rules=rules)
+    return replace(precision, name=format_policy_name(precision.name, rules), summary=summary, rules=rules)

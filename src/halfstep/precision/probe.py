@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from halfstep import clock, files
 from halfstep.errors import WrongUse
-from halfstep.precision.hardware import FORMAT_NAMES, Device, ability, describe
-from halfstep.precision.names import precision_names
-from halfstep.precision.precision import Precision, precision_named, widen
+from halfstep.precision.hardware import FORMAT_NAMES, Device, describe_device, find_format_support
+from halfstep.precision.names import list_precision_names
+from halfstep.precision.precision import Precision, resolve_precision_name, widen
 
 SECONDS = 0.75
 """The time limit of the timed rounds; warm-up comes on top."""
@@ -78,57 +78,58 @@ class Measurements:
         return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def measure(device: Device | torch.device | str | None = None, *, fresh: bool = False) -> Measurements:
+def measure_speedups(device: Device | torch.device | str | None = None, *, fresh: bool = False) -> Measurements:
     """Return the speed-ups over strict fp32 on a device that is present; from the cache unless `fresh`.
 
     Raises WrongUse for the description of a device that is not present.
     """
-    here = device if isinstance(device, Device) else describe(device)
+    here = device if isinstance(device, Device) else describe_device(device)
     if not here.place:
         raise WrongUse(f"{here.name} is a description, not a device of this machine", do="measure where the device is")
-    found = None if fresh else read_cache(here)
-    return found or write_cache(here, _measure(here))
+    found = None if fresh else read_cached_measurements(here)
+    return found or write_cached_measurements(here, _measure_on_device(here))
 
 
-def _measure(here: Device) -> Measurements:
+def _measure_on_device(here: Device) -> Measurements:
     start = time.perf_counter()
-    speedups: dict[str, dict[str, float]] = {name: {} for name in (_BASELINE, *_candidates(here))}
+    speedups: dict[str, dict[str, float]] = {name: {} for name in (_BASELINE, *_list_candidates(here))}
     failures: dict[str, str] = {}
-    if _candidates(here):
+    if _list_candidates(here):
         where = torch.device(here.place)
         # Shielded from the caller's no_grad, inference_mode and autocast. autocast clears its cache of casts only when
         # the outermost context ends; the next format would reuse cached casts.
         plain = torch.autocast(where.type, enabled=False, cache_enabled=False)
         with torch.inference_mode(False), torch.enable_grad(), plain, _use_one_thread():
             for operation in OPERATIONS:
-                for name, speedup in _times(operation, here, where, failures).items():
+                for name, speedup in _measure_operation(operation, here, where, failures).items():
                     speedups[name][operation] = speedup
     how = "on one thread" if here.kind == "cpu" else ""
     return Measurements(speedups, failures, seconds=time.perf_counter() - start, how=how)
 
 
-def _candidates(here: Device) -> list[str]:
+def _list_candidates(here: Device) -> list[str]:
     """Return the formats worth timing: native ones that a run can have, and fp16 on a CPU for comparison."""
-    can = [name for name in FORMAT_NAMES if name in precision_names() and ability(here, name).native]
+    can = [name for name in FORMAT_NAMES if name in list_precision_names() and find_format_support(here, name).native]
     slow = list(_NOT_TIMED_ON_CPU) if here.kind == "cpu" else []
     return [name for name in (*can, *slow) if name != _BASELINE]
 
 
-def _times(operation: str, here: Device, where: torch.device, failures: dict[str, str]) -> dict[str, float]:
+def _measure_operation(operation: str, here: Device, where: torch.device, failures: dict[str, str]) -> dict[str, float]:
     """Return the speed-up of each candidate in one operation; empty if the device has no fp32 kernel for it."""
     shapes = (_ON_CPU if here.kind == "cpu" else _ON_ACCELERATOR)[operation]
-    calls = _calls(operation, [_BASELINE, *_candidates(here)], shapes, where)
+    calls = _build_calls(operation, [_BASELINE, *_list_candidates(here)], shapes, where)
     table: Mapping[str, tuple[str, ...]] = _NOT_TIMED_ON_CPU if here.kind == "cpu" else {}
     for name in [name for name, operations in table.items() if operation in operations]:
         calls.pop(name, None)
         failures.setdefault(name, f"{operation} is not timed: it has no kernel worth timing on this device")
-    once = {name: found for name, call in calls.items() if (found := _first(call, name, operation, failures))}
+    once = {name: found for name, call in calls.items() if (found := _time_first_call(call, name, operation, failures))}
     if _BASELINE not in once:
         return {}
     right = once[_BASELINE].results
-    for name in [name for name in once if _distance(once[name].results, right) > FARTHEST]:
+    for name in [name for name in once if _measure_distance(once[name].results, right) > FARTHEST]:
         failures[name] = (
-            f"{operation} is wrong: {_distance(once.pop(name).results, right):.2g} away from fp32, relative to its size"
+            f"{operation} is wrong: {_measure_distance(once.pop(name).results, right):.2g} away from fp32, relative "
+            "to its size"
         )
     ran = {name: found.seconds for name, found in once.items()}
     base = ran[_BASELINE]
@@ -142,25 +143,25 @@ def _time_pairs(calls: Calls) -> dict[str, float]:
     deadline = time.perf_counter() + SECONDS / len(OPERATIONS)
     slowdowns: dict[str, list[float]] = {name: [] for name in calls if name != _BASELINE}
     for _ in range(_BATCHES):
-        for name, ratio in clock.ratios(calls, baseline=_BASELINE, pairs=2).items():
+        for name, ratio in clock.measure_time_ratios(calls, baseline=_BASELINE, pairs=2).items():
             slowdowns[name].append(ratio.median)
         if time.perf_counter() >= deadline:
             break
     return {name: 1 / statistics.median(each) for name, each in slowdowns.items()}
 
 
-def _calls(operation: str, names: list[str], shapes: Shapes, where: torch.device) -> Calls:
+def _build_calls(operation: str, names: list[str], shapes: Shapes, where: torch.device) -> Calls:
     # A separate generator: choosing a precision must not advance the run's random numbers.
     generator = torch.Generator().manual_seed(0)
     values, weight = (
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(where).requires_grad_()
         for shape in shapes
     )
-    run = partial(_forward_backward, OPERATIONS[operation], values, weight, where)
-    return {name: partial(run, precision_named(name)) for name in names}
+    run = partial(_run_forward_backward, OPERATIONS[operation], values, weight, where)
+    return {name: partial(run, resolve_precision_name(name)) for name in names}
 
 
-def _forward_backward(
+def _run_forward_backward(
     operation: Operation, values: Tensor, weight: Tensor, where: torch.device, precision: Precision
 ) -> list[Tensor]:
     """Return the output and the gradients of the operation."""
@@ -176,27 +177,29 @@ def _forward_backward(
     return [out.detach(), *gradients]
 
 
-class _Once(NamedTuple):
+class _FirstCall(NamedTuple):
     """One call of an operation: its time, and its output and gradients."""
 
     seconds: float
     results: list[Tensor]
 
 
-def _distance(found: list[Tensor], right: list[Tensor]) -> float:
+def _measure_distance(found: list[Tensor], right: list[Tensor]) -> float:
     """Return the largest distance from fp32's output and gradients, relative to their size; inf for non-finite ones."""
     pairs = [(one.float(), other.float()) for one, other in zip(found, right, strict=True)]
     far = max(float((one - other).norm() / other.norm()) for one, other in pairs)
     return far if math.isfinite(far) else math.inf
 
 
-def _first(call: Callable[[], list[Tensor]], name: str, operation: str, failures: dict[str, str]) -> _Once | None:
+def _time_first_call(
+    call: Callable[[], list[Tensor]], name: str, operation: str, failures: dict[str, str]
+) -> _FirstCall | None:
     """Return the results of a first call, which compiles and allocates, and the time of a later one; None if there is
     no kernel.
     """
     try:
         results = call()
-        return _Once(min(clock.seconds(call, 1) for _ in range(2)), results)
+        return _FirstCall(min(clock.measure_call_seconds(call, 1) for _ in range(2)), results)
     except RuntimeError as error:
         failures[name] = f"{operation} failed: {str(error).strip().splitlines()[0]}"
         return None
@@ -220,27 +223,27 @@ _VERSION = 1
 _log = logging.getLogger("halfstep")
 
 
-def read_cache(device: Device) -> Measurements | None:
+def read_cached_measurements(device: Device) -> Measurements | None:
     """Return the cached measurements of this device, driver and torch, or None."""
-    return _read(_entries(cache_file()).get(key_of(device)))
+    return _parse_measurements(_read_entries(build_cache_path()).get(build_cache_key(device)))
 
 
-def write_cache(device: Device, found: Measurements) -> Measurements:
+def write_cached_measurements(device: Device, found: Measurements) -> Measurements:
     """Store measurements for the next run and return them; a disk that cannot be written is ignored."""
-    entries = _entries(cache_file()) | {key_of(device): asdict(found)}
+    entries = _read_entries(build_cache_path()) | {build_cache_key(device): asdict(found)}
     try:
-        files.write_json(cache_file(), {"version": _VERSION, "entries": entries})
+        files.write_json(build_cache_path(), {"version": _VERSION, "entries": entries})
     except OSError as error:
         _log.debug("measurements were not saved: %s", error)
     return found
 
 
-def cache_file() -> Path:
+def build_cache_path() -> Path:
     """Return the path of the cache."""
-    return files.cache_folder() / "probe.json"
+    return files.find_cache_folder() / "probe.json"
 
 
-def key_of(device: Device) -> str:
+def build_cache_key(device: Device) -> str:
     """Return the cache key: everything that changes the results and is known without measuring."""
     parts = [device.kind, device.name, device.driver, f"torch {device.torch}"]
     if device.kind == "cpu":
@@ -251,7 +254,7 @@ def key_of(device: Device) -> str:
     return " | ".join(part for part in parts if part)
 
 
-def _entries(path: Path) -> dict[str, Any]:
+def _read_entries(path: Path) -> dict[str, Any]:
     content = files.read_json(path)
     if not isinstance(content, dict) or content.get("version") != _VERSION:
         return {}
@@ -259,11 +262,11 @@ def _entries(path: Path) -> dict[str, Any]:
     return dict(entries) if isinstance(entries, dict) else {}
 
 
-def _read(entry: Any) -> Measurements | None:
+def _parse_measurements(entry: Any) -> Measurements | None:
     try:
         found = Measurements(
             {
-                str(name): {str(op): _ratio(value) for op, value in ops.items()}
+                str(name): {str(op): _parse_speedup(value) for op, value in ops.items()}
                 for name, ops in entry["speedups"].items()
             },
             {str(name): str(why) for name, why in entry["failures"].items()},
@@ -275,7 +278,7 @@ def _read(entry: Any) -> Measurements | None:
     return replace(found, cached=True)
 
 
-def _ratio(value: Any) -> float:
+def _parse_speedup(value: Any) -> float:
     if isinstance(value, bool) or not (math.isfinite(float(value)) and float(value) > 0):
         raise ValueError(f"{value!r} is not a speed-up")
     return float(value)

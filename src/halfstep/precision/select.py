@@ -10,32 +10,32 @@ from typing import Any, NamedTuple
 import torch
 
 from halfstep import distributed
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.errors import HalfstepError, PrecisionRefused
 from halfstep.finding import Finding
-from halfstep.page import Items, Page, Paragraph, finding_box
-from halfstep.precision.hardware import Device, ability, describe
+from halfstep.page import Items, Page, Paragraph, build_finding_box
+from halfstep.precision.hardware import Device, describe_device, find_format_support
 from halfstep.precision.names import (
     AMP,
     AUTO,
     DEFAULT,
     FP8_KINDS,
     FP64,
-    Named,
+    NamedPrecision,
     PolicyRule,
     is_policy,
-    policy_parts,
-    precision_names,
-    read_step_precision,
+    list_precision_names,
+    parse_policy_name,
+    parse_step_precision,
 )
-from halfstep.precision.precision import Precision, precision_named, with_rules
-from halfstep.precision.probe import Measurements, measure
+from halfstep.precision.precision import Precision, add_policy_rules, resolve_precision_name
+from halfstep.precision.probe import Measurements, measure_speedups
 
 # -- decision ---------------------------------------------------------------------------------------------------------
 # A decision is plain data, so that rank 0 can make it for all ranks.
 
 
-class Considered(NamedTuple):
+class ConsideredPrecision(NamedTuple):
     """One candidate of the fallback order: a precision, whether it was chosen, and why or why not."""
 
     name: str
@@ -44,10 +44,10 @@ class Considered(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decision:
+class PrecisionDecision:
     """The candidates that were tried, and findings about the chosen one."""
 
-    rungs: tuple[Considered, ...]
+    rungs: tuple[ConsideredPrecision, ...]
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -56,18 +56,18 @@ class Decision:
         return next(rung.name for rung in self.rungs if rung.accepted)
 
 
-def decided_by_rank_zero(decide: Callable[[], Decision]) -> Decision:
+def decide_on_rank_zero(decide: Callable[[], PrecisionDecision]) -> PrecisionDecision:
     """Return rank 0's decision on every rank; a refusal is sent as one, so that all ranks raise the same error."""
-    if distributed.size() == 1:
+    if distributed.count_ranks() == 1:
         return decide()
-    decided = distributed.rank_zero_or_raise(lambda: _decide_as_data(decide))
+    decided = distributed.run_on_rank_zero(lambda: _decide_as_data(decide))
     if "given" in decided:
         raise PrecisionRefused(decided["given"], allowed=decided["allowed"], do=decided["do"])
-    rungs = tuple(Considered(*rung) for rung in decided["rungs"])
-    return Decision(rungs, tuple(Finding(**finding) for finding in decided["findings"]))
+    rungs = tuple(ConsideredPrecision(*rung) for rung in decided["rungs"])
+    return PrecisionDecision(rungs, tuple(Finding(**finding) for finding in decided["findings"]))
 
 
-def _decide_as_data(decide: Callable[[], Decision]) -> dict[str, Any]:
+def _decide_as_data(decide: Callable[[], PrecisionDecision]) -> dict[str, Any]:
     try:
         decision = decide()
     except HalfstepError as error:
@@ -95,13 +95,13 @@ _log = logging.getLogger("halfstep")
 
 
 @dataclass(frozen=True)
-class Choice(ShownAsPage):
+class Choice(PageResult):
     """The precision of a run, with the reasons that led to it."""
 
     precision: Precision
     asked: str
     took: str
-    rungs: tuple[Considered, ...]
+    rungs: tuple[ConsideredPrecision, ...]
     findings: tuple[Finding, ...]
     device: Device
 
@@ -110,7 +110,7 @@ class Choice(ShownAsPage):
 
     def page(self) -> Page:
         """Return the page about it: the precision, the reasons, and the findings."""
-        found = (finding_box(one.id, one.severity, one.evidence, one.fix) for one in self.findings)
+        found = (build_finding_box(one.id, one.severity, one.evidence, one.fix) for one in self.findings)
         first = Paragraph(f"{self.precision.name} on {self.device.name}")
         return Page("precision", (first, Items(self.reasons), *found))
 
@@ -150,50 +150,52 @@ def choose_precision(
     """
     if isinstance(asked, Choice):
         return asked
-    here = device if isinstance(device, Device) else describe(device)
+    here = device if isinstance(device, Device) else describe_device(device)
     if here.kind == "tpu":
-        raise _refusal(str(asked), here, ability(here, _FLOOR).reason)
+        raise _build_refusal(str(asked), here, find_format_support(here, _FLOOR).reason)
     if isinstance(asked, Precision):
-        named = Named(asked.name)
-        return Choice(asked, named.name, named.took, (Considered(asked.name, True, "given as an object"),), (), here)
-    named = read_step_precision(asked)
+        named = NamedPrecision(asked.name)
+        return Choice(
+            asked, named.name, named.took, (ConsideredPrecision(asked.name, True, "given as an object"),), (), here
+        )
+    named = parse_step_precision(asked)
     if is_policy(named.name):
         return _choose_by_policy(named, here, fallback=fallback, measured=measured, fresh=fresh)
 
-    def decide() -> Decision:
+    def decide() -> PrecisionDecision:
         if named.name == AMP:
-            return _sixteen_bits(here, fallback)
+            return _decide_sixteen_bits(here, fallback)
         if named.name != AUTO:
             return _decide_by_name(named.name, here, fallback)
-        known = measured if measured or isinstance(device, Device) else measure(here, fresh=fresh)
+        known = measured if measured or isinstance(device, Device) else measure_speedups(here, fresh=fresh)
         return _decide_by_speed(here, known) if known else _decide_by_table(here, _PREFERRED)
 
-    decision = decided_by_rank_zero(decide)
-    return _make_choice(decision, named, here, precision_named(decision.name))
+    decision = decide_on_rank_zero(decide)
+    return _build_choice(decision, named, here, resolve_precision_name(decision.name))
 
 
 def _choose_by_policy(
-    named: Named, here: Device, *, fallback: bool, measured: Measurements | None, fresh: bool
+    named: NamedPrecision, here: Device, *, fallback: bool, measured: Measurements | None, fresh: bool
 ) -> Choice:
     """Choose the default of a policy, and the kinds of fp8 of its rules; without one, a rule means the default."""
-    default, rules = policy_parts(named.name)
+    default, rules = parse_policy_name(named.name)
     choice = choose_precision(default, device=here, fallback=fallback, measured=measured, fresh=fresh)
     kept, findings, rungs = list[PolicyRule](), choice.findings, choice.rungs
     for rule in rules:
         name = rule.name
         if name in FP8_KINDS:
-            decision = decided_by_rank_zero(lambda name=name: _decide_by_name(name, here, fallback))  # type: ignore[misc]
+            decision = decide_on_rank_zero(lambda name=name: _decide_by_name(name, here, fallback))  # type: ignore[misc]
             findings += tuple(finding for finding in decision.findings if finding not in findings)
             rungs += decision.rungs
             name = decision.name if decision.name in FP8_KINDS else DEFAULT
         kept.append(PolicyRule(rule.pattern, name))
-    precision = with_rules(choice.precision, tuple(kept))
+    precision = add_policy_rules(choice.precision, tuple(kept))
     return replace(choice, precision=precision, asked=named.name, took=named.took, rungs=rungs, findings=findings)
 
 
-def _make_choice(decision: Decision, named: Named, here: Device, precision: Precision) -> Choice:
+def _build_choice(decision: PrecisionDecision, named: NamedPrecision, here: Device, precision: Precision) -> Choice:
     findings = decision.findings
-    can = ability(here, precision.needs)
+    can = find_format_support(here, precision.needs)
     # Rank 0 decided from its own device; this one may be of another kind.
     if distributed.rank() > 0 and not can.native and not any(finding.id == _SLOW for finding in decision.findings):
         evidence = f"rank 0 chose {precision}, and rank {distributed.rank()} has {here.name}: {can.reason}"
@@ -203,91 +205,93 @@ def _make_choice(decision: Decision, named: Named, here: Device, precision: Prec
     return Choice(precision, named.name, named.took, decision.rungs, findings, here)
 
 
-def report_by_name(name: str, device: torch.device | str) -> tuple[Finding, ...]:
+def report_precision_findings(name: str, device: torch.device | str) -> tuple[Finding, ...]:
     """Return and log the findings on a precision that a loop computes in by itself; raise PrecisionRefused like
     `choose_precision`. Only this rank decides.
     """
-    findings = _decide_by_name(name, describe(device), fallback=False).findings
+    findings = _decide_by_name(name, describe_device(device), fallback=False).findings
     for finding in findings:
         _log.warning("%s", finding)
     return findings
 
 
-def _decide_by_name(asked: str, device: Device, fallback: bool) -> Decision:
+def _decide_by_name(asked: str, device: Device, fallback: bool) -> PrecisionDecision:
     """Try the requested precision and, with `fallback`, the next ones, until the device supports one."""
-    rungs: list[Considered] = []
+    rungs: list[ConsideredPrecision] = []
     name: str | None = asked
     while name is not None:
-        rungs.append(_try(name, asked, device, fallback))
+        rungs.append(_consider_precision(name, asked, device, fallback))
         if rungs[-1].accepted:
-            return Decision(tuple(rungs), _findings(asked, rungs, device))
+            return PrecisionDecision(tuple(rungs), _build_findings(asked, rungs, device))
         if not fallback:
             break
-        name = precision_named(name).falls_to
-    raise _refusal(asked, device, rungs[0].reason)
+        name = resolve_precision_name(name).falls_to
+    raise _build_refusal(asked, device, rungs[0].reason)
 
 
-def _try(name: str, asked: str, device: Device, fallback: bool) -> Considered:
-    can = ability(device, precision_named(name).needs)
+def _consider_precision(name: str, asked: str, device: Device, fallback: bool) -> ConsideredPrecision:
+    can = find_format_support(device, resolve_precision_name(name).needs)
     # A recipe in bf16 is for many devices and takes what each has; fp16 on a CPU is requested to study fp16.
     emulated = name == asked and can.emulated and (not fallback or (name == "fp16" and device.kind == "cpu"))
-    return Considered(
+    return ConsideredPrecision(
         name, can.native or emulated, f"requested by name, but slow here: {can.reason}" if emulated else can.reason
     )
 
 
-def _findings(asked: str, rungs: list[Considered], device: Device) -> tuple[Finding, ...]:
+def _build_findings(asked: str, rungs: list[ConsideredPrecision], device: Device) -> tuple[Finding, ...]:
     took = rungs[-1].name
     if took != asked:
         evidence = f"{took} is used instead of {asked} on {device.name}: {rungs[0].reason}"
         fix = f"request {took}; or, to run {asked} or nothing, set train.strict=true, in Python omit fallback=True"
         return (Finding(_SUBSTITUTED, "warning", evidence, fix),)
-    can = ability(device, precision_named(took).needs)
+    can = find_format_support(device, resolve_precision_name(took).needs)
     if not can.native:
-        native = " or ".join(["auto", *_native(device)])
+        native = " or ".join(["auto", *_list_native(device)])
         fix = f"request {native}, unless you study the numerics of {took}"
         return (Finding(_SLOW, "warning", f"{took} is slow on {device.name}: {can.reason}", fix),)
     return ()
 
 
-def _sixteen_bits(device: Device, fallback: bool) -> Decision:
+def _decide_sixteen_bits(device: Device, fallback: bool) -> PrecisionDecision:
     """Choose the 16-bit format that the device has, bf16 first; without any, fp32 with a finding, or a refusal."""
     decision = _decide_by_table(device, _SIXTEEN_BITS)
     if decision.name != _FLOOR:
         return decision
     why = "; ".join(rung.reason for rung in decision.rungs if not rung.accepted)
     if not fallback:
-        raise _refusal(AMP, device, why)
+        raise _build_refusal(AMP, device, why)
     evidence = f"{_FLOOR} is used instead of {AMP} on {device.name}: {why}"
-    return Decision(decision.rungs, (Finding(_SUBSTITUTED, "warning", evidence, f"write precision={_FLOOR}"),))
+    return PrecisionDecision(decision.rungs, (Finding(_SUBSTITUTED, "warning", evidence, f"write precision={_FLOOR}"),))
 
 
-def _decide_by_table(device: Device, preferred: tuple[str, ...]) -> Decision:
+def _decide_by_table(device: Device, preferred: tuple[str, ...]) -> PrecisionDecision:
     """Choose the first preferred format that the device supports, where nothing was measured, or fp32."""
-    rungs: list[Considered] = []
+    rungs: list[ConsideredPrecision] = []
     for name in (*preferred, _FLOOR):
-        can = ability(device, name)
-        rungs.append(Considered(name, can.native, can.reason))
+        can = find_format_support(device, name)
+        rungs.append(ConsideredPrecision(name, can.native, can.reason))
         if can.native:
             break
-    return Decision(tuple(rungs))
+    return PrecisionDecision(tuple(rungs))
 
 
-def _decide_by_speed(device: Device, measured: Measurements) -> Decision:
+def _decide_by_speed(device: Device, measured: Measurements) -> PrecisionDecision:
     """Choose the fastest native format that is worth it; a tie goes to bf16."""
-    native = {name: ability(device, name) for name in _PREFERRED}
+    native = {name: find_format_support(device, name) for name in _PREFERRED}
     speeds = {name: measured.combined(name) or 0.0 for name, can in native.items() if can.native}
-    winner = _winner({name: speed for name, speed in speeds.items() if speed >= WORTH_IT})
+    winner = _select_fastest({name: speed for name, speed in speeds.items() if speed >= WORTH_IT})
     rungs = [
-        Considered(name, name == winner, _describe_worth(name, winner, speeds, measured) if can.native else can.reason)
+        ConsideredPrecision(
+            name, name == winner, _describe_worth(name, winner, speeds, measured) if can.native else can.reason
+        )
         for name, can in native.items()
     ]
     if winner == _FLOOR:
-        rungs.append(Considered(_FLOOR, True, f"no narrower native format is at least {WORTH_IT}x as fast"))
-    return Decision(tuple(rungs))
+        rungs.append(ConsideredPrecision(_FLOOR, True, f"no narrower native format is at least {WORTH_IT}x as fast"))
+    return PrecisionDecision(tuple(rungs))
 
 
-def _winner(speeds: Mapping[str, float]) -> str:
+def _select_fastest(speeds: Mapping[str, float]) -> str:
     if not speeds:
         return _FLOOR
     fastest = max(speeds, key=lambda name: speeds[name])
@@ -309,12 +313,16 @@ def _describe_worth(name: str, winner: str, speeds: Mapping[str, float], measure
     return f"{words}, {winner} is faster" if behind else f"{words}, but {winner} is near and needs no loss scale"
 
 
-def _native(device: Device) -> list[str]:
-    return [name for name in precision_names() if ability(device, precision_named(name).computes.name).native]
+def _list_native(device: Device) -> list[str]:
+    return [
+        name
+        for name in list_precision_names()
+        if find_format_support(device, resolve_precision_name(name).computes.name).native
+    ]
 
 
-def _refusal(asked: str, device: Device, reason: str) -> PrecisionRefused:
-    can = _native(device)
+def _build_refusal(asked: str, device: Device, reason: str) -> PrecisionRefused:
+    can = _list_native(device)
     if asked == FP64 and can:
         do = "model.float() and one of these, or train on the CPU"
     elif can:

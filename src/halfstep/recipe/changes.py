@@ -8,10 +8,18 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from halfstep.errors import RUN_FINISHED, FolderTaken, StateMismatch, add_option, advice, begin_again, option
-from halfstep.numbers import several
+from halfstep.errors import (
+    RUN_FINISHED,
+    FolderTaken,
+    StateMismatch,
+    advise_adding_option,
+    advise_new_run,
+    choose_caller_wording,
+    format_option,
+)
+from halfstep.numbers import format_counted_noun
 from halfstep.recipe.schema import Extension
-from halfstep.recipe.strict_yaml import flat
+from halfstep.recipe.strict_yaml import iterate_dotted_keys
 
 SAFE = (
     *("about", "sizing", "run.", "checkpoint.", "guard.", "train.num_workers", "data.bad_samples", "data.timeout"),
@@ -45,9 +53,9 @@ class Change:
         return f"{self.key}: {_format_value(self.before)} -> {_format_value(self.after)}"
 
 
-def changes(saved: Any, now: Any, ignore: Collection[str] = ()) -> list[Change]:
+def list_relevant_changes(saved: Any, now: Any, ignore: Collection[str] = ()) -> list[Change]:
     """Return the settings in which two recipes differ, except settings that change nothing."""
-    found = different(_add_defaults(saved, now), now, ignore=ignore)
+    found = list_differences(_add_defaults(saved, now), now, ignore=ignore)
     sections = tuple(key for key in SAFE if key.endswith("."))
     return [one for one in found if one.key not in SAFE and not one.key.startswith(sections)]
 
@@ -62,9 +70,9 @@ def _add_defaults(saved: Any, now: Any) -> Any:
         return saved
 
 
-def different(one: Any, other: Any, ignore: Collection[str] = ()) -> list[Change]:
+def list_differences(one: Any, other: Any, ignore: Collection[str] = ()) -> list[Change]:
     """Return the settings in which two recipes, or the contents of their files, differ."""
-    before, after = dict(flat(_to_plain(one))), dict(flat(_to_plain(other)))
+    before, after = dict(iterate_dotted_keys(_to_plain(one))), dict(iterate_dotted_keys(_to_plain(other)))
     keys = [key for key in dict.fromkeys([*before, *after]) if key not in ignore]
     found = [Change(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys]
     # True == 1 and 1 == 1.0 in Python; in a recipe they are different values.
@@ -87,24 +95,27 @@ def drop_keys(found: Iterable[Change], keys: Collection[str]) -> list[Change]:
     return [one for one in found if one.key not in keys]
 
 
-def recipe_changed(what: str, found: Sequence[Change]) -> StateMismatch:
+def build_recipe_changed_error(what: str, found: Sequence[Change]) -> StateMismatch:
     """Return the error for a run that was started with another recipe, or data folder; `what` names the run."""
     if not drop_keys(found, PLACES):
         return StateMismatch(
-            listed(f"{what} was started with a different data folder:", found),
+            format_change_list(f"{what} was started with a different data folder:", found),
             allowed="the run's original data folder",
-            do=f"give the original folder, or {add_option('new')} to train on this one",
+            do=f"give the original folder, or {advise_adding_option('new')} to train on this one",
             id="data-folder-changed",
         )
     return StateMismatch(
-        listed(f"{what} was started with a different recipe:", found),
+        format_change_list(f"{what} was started with a different recipe:", found),
         allowed="the run's original recipe",
-        do=f"{add_option('accept_recipe_change')} to continue with the new one, or {option('new')} for a new folder",
+        do=(
+            f"{advise_adding_option('accept_recipe_change')} to continue with the new one, or {format_option('new')} "
+            "for a new folder"
+        ),
         id="recipe-changed",
     )
 
 
-def listed(title: str, found: Sequence[Change | str]) -> str:
+def format_change_list(title: str, found: Sequence[Change | str]) -> str:
     """Return a title and a line for each difference as one text; only the first if there are many."""
     lines = [str(one) for one in found]
     more = [f"... and {len(lines) - MOST_LINES + 1} more"] if len(lines) > MOST_LINES else []
@@ -150,7 +161,7 @@ class SavedRun:
             raise StateMismatch(
                 "the run's recipe.yaml has invalid schedule.extensions",
                 allowed="what halfstep wrote",
-                do=begin_again(),
+                do=advise_new_run(),
             ) from None
 
     def _section(self, name: str) -> Mapping[str, Any]:
@@ -158,7 +169,7 @@ class SavedRun:
         return section if isinstance(section, Mapping) else {}
 
 
-def extended(recipe: Any, before: SavedRun, rewarm: bool) -> Any:
+def extend_recipe(recipe: Any, before: SavedRun, rewarm: bool) -> Any:
     """Return the recipe of the longer run, with the run's previous end added to `schedule.extensions`.
 
     Raises FolderTaken if nothing is added, if the run would become shorter, or if it would stop early again.
@@ -167,46 +178,46 @@ def extended(recipe: Any, before: SavedRun, rewarm: bool) -> Any:
     patience, least = recipe.evaluate.patience, before.patience
     patient = before.ended_early and (patience is None or (least is not None and patience > least))
     if before.ended_early and not patient:
-        raise _impatient(before)
+        raise _build_impatient_error(before)
     if asked != before.length:
         _refuse_shorter(asked, before)
         epochs, steps = before.length
         # A run that stopped early never reached the length in its recipe: a new warm-up starts where it really ended.
         early = before.ended_early and rewarm
         end = Extension(steps=before.attempts) if early else Extension(epochs=epochs, steps=steps)
-        return with_extensions(recipe, [*earlier, end.model_copy(update={"rewarm": rewarm})])
+        return replace_extensions(recipe, [*earlier, end.model_copy(update={"rewarm": rewarm})])
     if before.result is not None and not patient:
-        raise _nothing_to_add_error(before)
+        raise _build_nothing_added_error(before)
     # The command may be a repetition after an interruption: an extension that is recorded already is not added again.
     if rewarm and before.attempts and not (earlier and earlier[-1].rewarm):
-        return with_extensions(recipe, [*earlier, Extension(steps=before.attempts, rewarm=True)])
+        return replace_extensions(recipe, [*earlier, Extension(steps=before.attempts, rewarm=True)])
     # The extension is recorded already, and is resumed.
-    return with_extensions(recipe, earlier)
+    return replace_extensions(recipe, earlier)
 
 
-def with_extensions(recipe: Any, extensions: list[Extension]) -> Any:
+def replace_extensions(recipe: Any, extensions: list[Extension]) -> Any:
     """Return a copy of the recipe with these extensions."""
     schedule = recipe.schedule.model_copy(update={"extensions": extensions})
     return recipe.model_copy(update={"schedule": schedule})
 
 
-def to_extend(length: tuple[int | None, int | None], more: int) -> str:
+def suggest_extension(length: tuple[int | None, int | None], more: int) -> str:
     """Return the options that make a run longer by `more` epochs or steps."""
     unit, number = ("steps", length[1] or 0) if length[0] is None else ("epochs", length[0])
     python = f'fit(..., extend=True, settings={{"train.{unit}": {number + more}}})'
-    return advice(f"--extend --{unit} {number + more}", python)
+    return choose_caller_wording(f"--extend --{unit} {number + more}", python)
 
 
-def to_go_on(before: SavedRun) -> str:
+def suggest_longer_run(before: SavedRun) -> str:
     """Return the options that make a run longer by half."""
-    return to_extend(before.length, max(1, (before.length[0] or before.length[1] or 2) // 2))
+    return suggest_extension(before.length, max(1, (before.length[0] or before.length[1] or 2) // 2))
 
 
-def in_words(length: tuple[int | None, int | None]) -> str:
+def format_length(length: tuple[int | None, int | None]) -> str:
     """Return a length as text, such as `20 epochs`."""
     epochs, steps = length
     number, unit = (epochs, "epoch") if epochs is not None else (steps or 0, "step")
-    return several(number, unit)
+    return format_counted_noun(number, unit)
 
 
 def is_longer(asked: tuple[int | None, int | None], than: tuple[int | None, int | None]) -> bool | None:
@@ -222,22 +233,23 @@ def _refuse_shorter(asked: tuple[int | None, int | None], before: SavedRun) -> N
     if is_longer(asked, before.length) is False:
         more = asked[0] or asked[1] or 1
         raise FolderTaken(
-            f"{option('extend')} to {in_words(asked)}, but the run already has {in_words(before.length)}",
+            f"{format_option('extend')} to {format_length(asked)}, but the run already has "
+            f"{format_length(before.length)}",
             allowed="the total length of the run, including the steps already trained",
-            do=f"{to_extend(before.length, more)} adds {in_words(asked)}",
+            do=f"{suggest_extension(before.length, more)} adds {format_length(asked)}",
         )
 
 
-def _nothing_to_add_error(before: SavedRun) -> FolderTaken:
+def _build_nothing_added_error(before: SavedRun) -> FolderTaken:
     return FolderTaken(
-        f"{option('extend')}, but the run is finished after {in_words(before.length)}: nothing to add",
+        f"{format_option('extend')}, but the run is finished after {format_length(before.length)}: nothing to add",
         allowed="a total length longer than before",
-        do=f"{to_go_on(before)}, for example",
+        do=f"{suggest_longer_run(before)}, for example",
         id=RUN_FINISHED if before.extensions else "",  # the extension that is requested again
     )
 
 
-def _impatient(before: SavedRun) -> FolderTaken:
+def _build_impatient_error(before: SavedRun) -> FolderTaken:
     patience = before.patience or 1
     return FolderTaken(
         f"the run stopped early, after {patience} evaluations without a better metric, and would again",

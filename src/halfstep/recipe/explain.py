@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from halfstep.precision.names import DEFAULT
-from halfstep.recipe.fields import SHORT_FOR, Fields, Json, RecipeField, fields_in
+from halfstep.recipe.fields import SHORT_FOR, Json, RecipeField, RecipeFields, parse_schema_fields
 from halfstep.recipe.names import FOREIGN_SECTIONS, PRECISION_WORDS
 from halfstep.recipe.schema import ALSO
 
@@ -27,7 +27,7 @@ class SettingRow(NamedTuple):
     """The other names of the setting: its flag, and the names that other projects use."""
 
 
-class Shipped(NamedTuple):
+class ShippedRecipe(NamedTuple):
     """A recipe that ships with halfstep."""
 
     name: str
@@ -35,13 +35,13 @@ class Shipped(NamedTuple):
     about: str
 
 
-def rows(schema: Json) -> list[SettingRow]:
+def list_setting_rows(schema: Json) -> list[SettingRow]:
     """Return a row for every setting of a task, from its JSON schema."""
-    fields = fields_in(schema)
-    return [_row(setting, fields.keys_of) for setting in fields.by_key.values()]
+    fields = parse_schema_fields(schema)
+    return [_build_setting_row(setting, fields.keys_of) for setting in fields.by_key.values()]
 
 
-def json_schema(schema: Any) -> dict[str, object]:
+def build_json_schema(schema: Any) -> dict[str, object]:
     """Return the JSON schema of a task's recipe; sections that may be omitted are not required."""
     # pydantic requires every section without a default, even one whose fields all have defaults.
     found: dict[str, Any] = schema.model_json_schema()
@@ -49,7 +49,7 @@ def json_schema(schema: Any) -> dict[str, object]:
     return {**found, "required": required}
 
 
-def editor_schema(schemas: Mapping[str, Json]) -> dict[str, object]:
+def build_editor_schema(schemas: Mapping[str, Json]) -> dict[str, object]:
     """Return one JSON schema for all tasks.
 
     `task` selects the branch; recipes of a user's own tasks are not checked.
@@ -76,48 +76,48 @@ def editor_schema(schemas: Mapping[str, Json]) -> dict[str, object]:
     }
 
 
-def pages(schemas: Mapping[str, Json], shipped: Sequence[Shipped]) -> dict[str, str]:
+def build_docs_files(schemas: Mapping[str, Json], shipped: Sequence[ShippedRecipe]) -> dict[str, str]:
     """Return the generated files of the docs, by name."""
     return {
-        "recipes.md": markdown(schemas, shipped),
-        "recipe.schema.json": json.dumps(editor_schema(schemas), indent=1) + "\n",
+        "recipes.md": render_settings_markdown(schemas, shipped),
+        "recipe.schema.json": json.dumps(build_editor_schema(schemas), indent=1) + "\n",
     }
 
 
-def markdown(schemas: Mapping[str, Json], shipped: Sequence[Shipped]) -> str:
+def render_settings_markdown(schemas: Mapping[str, Json], shipped: Sequence[ShippedRecipe]) -> str:
     """Return the reference page of all settings as Markdown."""
-    tables = {task: rows(schema) for task, schema in schemas.items()}
+    tables = {task: list_setting_rows(schema) for task, schema in schemas.items()}
     common = [row for row in next(iter(tables.values()), []) if row.key.partition(".")[0] not in OWN_SECTIONS]
     lines = ["| recipe | task | purpose |", "|---|---|---|"]
-    lines += [f"| `{one.name}` | {one.task} | {_cell(one.about)} |" for one in shipped]
+    lines += [f"| `{one.name}` | {one.task} | {_escape_cell(one.about)} |" for one in shipped]
     parts = [_INTRODUCTION, "## Recipes that ship with halfstep", "\n".join(lines), "## Settings of every task"]
-    parts.append(_table(common))
+    parts.append(_render_table(common))
     for task, found in tables.items():
         own = [row for row in found if row.key.partition(".")[0] in OWN_SECTIONS]
-        parts += [f"## Settings of {task}", _table(own)]
+        parts += [f"## Settings of {task}", _render_table(own)]
     return "\n\n".join(parts) + "\n"
 
 
-def default_in_words(setting: RecipeField) -> str:
+def format_default(setting: RecipeField) -> str:
     """Return a setting's default as text, or `needed`."""
     if setting.required:
         return "needed"
-    return value_in_words(setting.default)
+    return format_setting_value(setting.default)
 
 
-def value_in_words(value: Any) -> str:
+def format_setting_value(value: Any) -> str:
     """Return a value as text, as a recipe would have it."""
     return f"{value:.10g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False).strip('"')
 
 
-def _row(setting: RecipeField, words: Mapping[str, list[str]]) -> SettingRow:
+def _build_setting_row(setting: RecipeField, words: Mapping[str, list[str]]) -> SettingRow:
     short = [setting.name] if len(words[setting.name]) == 1 else []
     section = setting.key.rpartition(".")[0]
     if setting.name in SHORT_FOR and len(words[section]) == 1:
         short = [section]
     # `--task FILE` already has another meaning: a file with the user's own task.
     flags = [f"--{word}" for word in (*short, *setting.also) if word != "task"]
-    return SettingRow(setting.key, setting.allowed, default_in_words(setting), setting.doc, flags)
+    return SettingRow(setting.key, setting.allowed, format_default(setting), setting.doc, flags)
 
 
 def _is_optional(schema: Json, name: str) -> bool:
@@ -128,7 +128,7 @@ def _is_optional(schema: Json, name: str) -> bool:
 def _add_other_words(schema: Json) -> dict[str, object]:
     """Return the schema with all names that are translated before validation."""
     # An editor validates the file as it is written. Without these it would mark names as errors that halfstep accepts.
-    fields = fields_in(schema)
+    fields = parse_schema_fields(schema)
     other: dict[str, object] = {
         word: {"description": f"Read as {keys[0]}."} for word, keys in fields.keys_of.items() if len(keys) == 1
     }
@@ -137,7 +137,7 @@ def _add_other_words(schema: Json) -> dict[str, object]:
         for word in FOREIGN_SECTIONS
     }
     other |= {word: {"description": "Translated into precision."} for word in PRECISION_WORDS}
-    own = {name: _or_its_name(fields, name, field) for name, field in schema["properties"].items()}
+    own = {name: _allow_short_name(fields, name, field) for name, field in schema["properties"].items()}
     word = {"type": ["string", "integer", "boolean"]}
     policy = {"type": "object", "required": [DEFAULT], "additionalProperties": word}
     described = {key: value for key, value in own["precision"].items() if key != "type"}
@@ -146,7 +146,7 @@ def _add_other_words(schema: Json) -> dict[str, object]:
     return {**schema, "properties": {**other, **own}, "$defs": definitions}
 
 
-def _or_its_name(fields: Fields, name: str, field: Json) -> Json:
+def _allow_short_name(fields: RecipeFields, name: str, field: Json) -> Json:
     """Allow `optimizer: sgd` for `optimizer: {name: sgd}`."""
     if fields.short_for(name) is None:
         return field
@@ -172,15 +172,18 @@ def _rename_definitions(schema: Json, task: str, shared: Mapping[str, object]) -
     return content, definitions
 
 
-def _table(found: Sequence[SettingRow]) -> str:
+def _render_table(found: Sequence[SettingRow]) -> str:
     lines = ["| setting | may be | default | meaning | also |", "|---|---|---|---|---|"]
     for row in found:
         also = " ".join(f"`{flag}`" for flag in row.flags)
-        lines.append(f"| `{row.key}` | {_cell(row.allowed)} | {_cell(row.default)} | {_cell(row.doc)} | {also} |")
+        lines.append(
+            f"| `{row.key}` | {_escape_cell(row.allowed)} | {_escape_cell(row.default)} | {_escape_cell(row.doc)} | "
+            f"{also} |"
+        )
     return "\n".join(lines)
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from halfstep.errors import HalfstepError
 from halfstep.page import Block, Column, Items, Page, Paragraph, Span, Table, Text
-from halfstep.recipe.explain import OWN_SECTIONS, SettingRow, Shipped, rows, value_in_words
+from halfstep.recipe.explain import OWN_SECTIONS, SettingRow, ShippedRecipe, format_setting_value, list_setting_rows
 from halfstep.recipe.fields import Json
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.recipe.sources import RawRecipe, read_recipe
-from halfstep.recipe.strict_yaml import flat
+from halfstep.recipe.strict_yaml import iterate_dotted_keys
 
 FIRST = (
     *("data.path", "data.val", "data.classes", "data.size", "data.crop", "model.name", "model.weights"),
@@ -29,13 +29,13 @@ _PRECISION = "Precision: --bf16, --fp16, --fp32, or --precision P. Any other set
 _THREE = (Column(), Column(), Column())
 
 
-def settings_help(schemas: Mapping[str, Json], recipe: str | None = None) -> Page:
+def build_settings_help(schemas: Mapping[str, Json], recipe: str | None = None) -> Page:
     """Return the first settings of a recipe, for `halfstep train RECIPE --help`; of every task where none is given."""
-    found = None if recipe is None else _recipe_or_none(recipe, schemas)
+    found = None if recipe is None else _find_recipe(recipe, schemas)
     # Without a recipe, any task will do: only the sections that all tasks share are shown.
-    every = rows(next(iter(schemas.values())) if found is None else schemas[str(found.raw["task"])])
-    here = {} if found is None else values_in(found)
-    shown = [row for key in FIRST for row in every if row.key == key and _belongs(row, here, found is not None)]
+    every = list_setting_rows(next(iter(schemas.values())) if found is None else schemas[str(found.raw["task"])])
+    here = {} if found is None else format_recipe_values(found)
+    shown = [row for key in FIRST for row in every if row.key == key and _is_shown(row, here, found is not None)]
     name = "RECIPE" if found is None else shlex.quote(str(recipe))
     title = "every task" if found is None else f"{found.label} (task {found.raw['task']})"
     more = (
@@ -45,18 +45,18 @@ def settings_help(schemas: Mapping[str, Json], recipe: str | None = None) -> Pag
     )
     blocks = (
         Paragraph(Span(f"Settings of {title}, with their values:", strong=True), gap=True),
-        _first(shown, here),
+        _build_short_table(shown, here),
         Paragraph(f"{_PRECISION}\n{more}: halfstep recipes {name}", gap=True),
     )
     return Page(f"settings of {title}", blocks)
 
 
-def values_in(recipe: RawRecipe) -> dict[str, str]:
+def format_recipe_values(recipe: RawRecipe) -> dict[str, str]:
     """Return the settings that a recipe has, in words."""
-    return {key: value_in_words(value) for key, value in flat(recipe.raw)}
+    return {key: format_setting_value(value) for key, value in iterate_dotted_keys(recipe.raw)}
 
 
-def _belongs(row: SettingRow, here: Mapping[str, str], of_recipe: bool) -> bool:
+def _is_shown(row: SettingRow, here: Mapping[str, str], of_recipe: bool) -> bool:
     """Return whether a setting is shown: without a recipe, if every task has it; otherwise, if it fits the recipe's
     data.
     """
@@ -65,7 +65,7 @@ def _belongs(row: SettingRow, here: Mapping[str, str], of_recipe: bool) -> bool:
     return row.key in here or not _CONDITION.match(row.doc)
 
 
-def _recipe_or_none(recipe: str, schemas: Mapping[str, Json]) -> RawRecipe | None:
+def _find_recipe(recipe: str, schemas: Mapping[str, Json]) -> RawRecipe | None:
     """Return the recipe; None if there is none or its task has no schema, because help must work then too."""
     try:
         found = read_recipe(recipe)
@@ -74,7 +74,7 @@ def _recipe_or_none(recipe: str, schemas: Mapping[str, Json]) -> RawRecipe | Non
     return found if found.raw.get("task") in schemas else None
 
 
-def _first(found: Iterable[SettingRow], here: Mapping[str, str]) -> Table:
+def _build_short_table(found: Iterable[SettingRow], here: Mapping[str, str]) -> Table:
     """Return a table with one line per setting: flag or key, value, meaning."""
     cells: list[tuple[Text, ...]] = []
     for row in found:
@@ -86,7 +86,7 @@ def _first(found: Iterable[SettingRow], here: Mapping[str, str]) -> Table:
     return Table((Column(wrap="never"), Column(wrap="cut", widest=16), Column(wrap="cut")), tuple(cells), indent=0)
 
 
-def settings_table(found: Iterable[SettingRow], here: Mapping[str, str] | None = None) -> Table:
+def build_settings_table(found: Iterable[SettingRow], here: Mapping[str, str] | None = None) -> Table:
     """Return a table of keys, flags and descriptions; `here` holds the values a recipe sets."""
     cells: list[tuple[Text, ...]] = []
     for row in found:
@@ -104,13 +104,13 @@ def describe_setting(row: SettingRow) -> tuple[Block, ...]:
     return Paragraph(row.key), Items((row.doc, f"may be: {row.allowed}", f"default: {row.default}", *flags))
 
 
-def shipped_table(shipped: Sequence[Shipped]) -> Table:
+def build_recipes_table(shipped: Sequence[ShippedRecipe]) -> Table:
     """Return a table of the recipes that ship with halfstep."""
     cells = ((Span(one.name, strong=True), Span(one.task, "dim"), one.about) for one in shipped)
     return Table(_THREE, tuple(cells), indent=0)
 
 
-def sizing_table(chosen: Iterable[ChosenSetting]) -> Table:
+def build_sizing_table(chosen: Iterable[ChosenSetting]) -> Table:
     """Return a table of settings chosen for a data set and a machine, with the reasons."""
-    cells = ((Span(one.key, strong=True), value_in_words(one.value), one.reason) for one in chosen)
+    cells = ((Span(one.key, strong=True), format_setting_value(one.value), one.reason) for one in chosen)
     return Table(_THREE, tuple(cells), indent=0)

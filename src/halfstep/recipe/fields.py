@@ -14,21 +14,21 @@ LONGEST = 80
 """The length above which words are not compared: edit distance is quadratic, and no setting has such a name."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def find_nearest_word(word: str, known: Iterable[str]) -> str | None:
     """Return the known word with the fewest edits to `word`, or None if that is too many; the first of equals."""
     if len(word) > LONGEST:
         return None
     # The index breaks ties, so that the first of equals wins and words are never compared.
-    best = min(((edits(word.lower(), other.lower()), i, other) for i, other in enumerate(known)), default=None)
-    return best[2] if best and best[0] <= allowed_edits(best[2]) else None
+    best = min(((count_edits(word.lower(), other.lower()), i, other) for i, other in enumerate(known)), default=None)
+    return best[2] if best and best[0] <= count_allowed_edits(best[2]) else None
 
 
-def allowed_edits(word: str) -> int:
+def count_allowed_edits(word: str) -> int:
     """Return how many edits still count as a typing error."""
     return max(1, len(word) // 3)
 
 
-def edits(one: str, other: str) -> int:
+def count_edits(one: str, other: str) -> int:
     """Return the number of letters to insert, delete, replace or swap with a neighbor."""
     before: list[int] = []
     above = list(range(len(other) + 1))
@@ -77,7 +77,7 @@ class RecipeField:
 
 
 @dataclass(frozen=True)
-class Fields:
+class RecipeFields:
     """The settings of a task's recipe, and the words that stand for them."""
 
     by_key: dict[str, RecipeField]
@@ -104,15 +104,15 @@ class Fields:
 
 # pydantic builds the JSON schema anew on every call.
 @lru_cache(maxsize=64)
-def fields_of(schema: Any) -> Fields:
+def build_recipe_fields(schema: Any) -> RecipeFields:
     """Return the settings of a `Recipe[...]` class."""
-    return fields_in(schema.model_json_schema())
+    return parse_schema_fields(schema.model_json_schema())
 
 
-def fields_in(schema: Json) -> Fields:
+def parse_schema_fields(schema: Json) -> RecipeFields:
     """Return the settings that a JSON schema declares."""
-    nodes = list(_walk(schema, schema, ""))
-    by_key = {key: _setting(key, node, required) for key, node, required in nodes if not _is_section(node)}
+    nodes = list(_iterate_schema(schema, schema, ""))
+    by_key = {key: _build_field(key, node, required) for key, node, required in nodes if not _is_section(node)}
     keys_of: defaultdict[str, list[str]] = defaultdict(list)
     for key, setting in by_key.items():
         for word in (setting.name, *setting.also):
@@ -120,10 +120,10 @@ def fields_in(schema: Json) -> Fields:
         if setting.name in SHORT_FOR:
             keys_of[key.rpartition(".")[0]].append(key)
     sections = [key for key, node, _ in nodes if _is_section(node)]
-    return Fields(by_key, dict(keys_of), sections, list(schema["properties"]))
+    return RecipeFields(by_key, dict(keys_of), sections, list(schema["properties"]))
 
 
-def in_words(node: Json) -> str:
+def describe_allowed_values(node: Json) -> str:
     """Return what a part of a JSON schema allows, in words."""
     if ALLOWED in node:
         return str(node[ALLOWED])
@@ -132,7 +132,7 @@ def in_words(node: Json) -> str:
     if "const" in node:
         return str(node["const"])
     if "anyOf" in node:
-        options = [in_words(option) for option in node["anyOf"]]
+        options = [describe_allowed_values(option) for option in node["anyOf"]]
         if "null" in options and any(option.startswith("a list") for option in options):
             return f"null or {_join_options([option for option in options if option != 'null'])}"
         return _join_options(options)
@@ -150,7 +150,7 @@ def in_words(node: Json) -> str:
             limits = f"from {low:g} to {high:g}"
         return f"{'an integer' if kind == 'integer' else 'a number'} {limits}".rstrip()
     if kind == "array":
-        items = in_words(node.get("items", {}))
+        items = describe_allowed_values(node.get("items", {}))
         for one, many in {"an integer": "integers", "a number": "numbers", "a list": "lists"}.items():
             items = many + items.removeprefix(one) if items.startswith(one) else items
         return f"a list of {items}"
@@ -159,13 +159,13 @@ def in_words(node: Json) -> str:
     )
 
 
-def _walk(root: Json, node: Json, prefix: str) -> Iterator[tuple[str, Json, bool]]:
+def _iterate_schema(root: Json, node: Json, prefix: str) -> Iterator[tuple[str, Json, bool]]:
     """Yield the key of every section and setting, its part of the schema, and whether it is required."""
     required = node.get("required", ())
     for name, field in node.get("properties", {}).items():
         target = root.get("$defs", {}).get(str(field.get("$ref", "")).rpartition("/")[2], {})
         yield f"{prefix}{name}", {**target, **field}, name in required
-        yield from _walk(root, target, f"{prefix}{name}.")
+        yield from _iterate_schema(root, target, f"{prefix}{name}.")
 
 
 def _is_section(node: Json) -> bool:
@@ -173,12 +173,12 @@ def _is_section(node: Json) -> bool:
     return "properties" in node
 
 
-def _setting(key: str, node: Json, required: bool) -> RecipeField:
+def _build_field(key: str, node: Json, required: bool) -> RecipeField:
     kinds = {option.get("type") for option in node.get("anyOf", [node])}
     return RecipeField(
         key=key,
         doc=" ".join(str(node.get("description", "")).split()),
-        allowed=in_words(node),
+        allowed=describe_allowed_values(node),
         default=node.get("default"),
         required=required,
         also=tuple(node.get(ALSO, ())),

@@ -7,9 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from halfstep.errors import BadRecipe, Contradiction
-from halfstep.precision.names import FLAGS, FORMATS, FP8_KINDS, SWITCHES, TF32, is_off, is_on, read_claims
-from halfstep.recipe.fields import Fields, allowed_edits, edits, fields_of, nearest
-from halfstep.recipe.strict_yaml import NULL, read_value
+from halfstep.precision.names import FLAGS, FORMATS, FP8_KINDS, SWITCHES, TF32, is_off, is_on, parse_precision_claims
+from halfstep.recipe.fields import (
+    RecipeFields,
+    build_recipe_fields,
+    count_allowed_edits,
+    count_edits,
+    find_nearest_word,
+)
+from halfstep.recipe.strict_yaml import NULL, parse_yaml_value
 
 PRECISION_SWITCHES = (*SWITCHES, *FLAGS, TF32)
 PRECISION_WORDS = (*PRECISION_SWITCHES, "precision", *FORMATS)
@@ -56,7 +62,7 @@ ELSEWHERE = {word: do for do, words in _INSTEAD.items() for word in words.split(
 ELSEWHERE |= {kind: f"--precision {kind}" for kind in FP8_KINDS}
 
 
-def key_for(word: str, fields: Fields) -> str:
+def resolve_setting_key(word: str, fields: RecipeFields) -> str:
     """Return the dotted key that a word means; a word for precision stands for itself.
 
     Raises BadRecipe for an unknown word, with the nearest key, and for one that several settings share.
@@ -64,7 +70,7 @@ def key_for(word: str, fields: Fields) -> str:
     section, _, inner = word.partition(".")
     if section in FOREIGN_SECTIONS and inner:
         # `trainer.gradient_clip_val`, as other projects write it.
-        return key_for(inner, fields)
+        return resolve_setting_key(inner, fields)
     if word in fields.by_key or word in PRECISION_WORDS:
         return word
     meant = fields.keys_of.get(word, [])
@@ -75,32 +81,32 @@ def key_for(word: str, fields: Fields) -> str:
     raise BadRecipe(
         f"there is no setting {word[:80]!r}",
         allowed=f"the {len(fields.by_key)} settings listed by `halfstep recipes explain RECIPE`",
-        do=instead_of(word, fields) or "look for it with halfstep recipes explain NAME",
+        do=suggest_setting(word, fields) or "look for it with halfstep recipes explain NAME",
     )
 
 
-def instead_of(word: str, fields: Fields) -> str | None:
+def suggest_setting(word: str, fields: RecipeFields) -> str | None:
     """Return what to type instead of an unknown word: known from another project, or the nearest key."""
     elsewhere = ELSEWHERE.get(word.rpartition(".")[2].lower())
     if elsewhere is not None:
         return elsewhere
-    near = nearest_key(word, fields)
+    near = find_nearest_key(word, fields)
     return f"did you mean {near}?" if near else None
 
 
-def nearest_key(word: str, fields: Fields) -> str | None:
+def find_nearest_key(word: str, fields: RecipeFields) -> str | None:
     """Return the key that was probably meant: first from the same section, then by its last name anywhere."""
     section, _, name = word.rpartition(".")
     same = [key for key in fields.by_key if section and key.rpartition(".")[0] == section]
-    near = nearest(word, same) if same else None
-    if near and edits(name, near.rpartition(".")[2]) <= allowed_edits(name):
+    near = find_nearest_word(word, same) if same else None
+    if near and count_edits(name, near.rpartition(".")[2]) <= count_allowed_edits(name):
         return near
     by_word = {word: word for word in PRECISION_WORDS} | {word: meant[0] for word, meant in fields.keys_of.items()}
-    short = nearest(name, by_word)
-    return by_word[short] if short else nearest(word, fields.by_key)
+    short = find_nearest_word(name, by_word)
+    return by_word[short] if short else find_nearest_word(word, fields.by_key)
 
 
-class Translated(NamedTuple):
+class TranslatedRecipe(NamedTuple):
     """A recipe with known names only, its precision settings, and notes on translated names."""
 
     raw: dict[str, object]
@@ -108,7 +114,7 @@ class Translated(NamedTuple):
     notes: list[str]
 
 
-def translate(raw: Mapping[str, object], fields: Fields) -> Translated:
+def translate_recipe(raw: Mapping[str, object], fields: RecipeFields) -> TranslatedRecipe:
     """Move every known foreign name to its setting; leave unknown names for validation to report.
 
     Raises Contradiction if two names of one setting have different values.
@@ -116,18 +122,20 @@ def translate(raw: Mapping[str, object], fields: Fields) -> Translated:
     # Names are moved within nested mappings, which belong to the caller.
     result = copy.deepcopy(dict(raw))
     precision = _take_precision(result)
-    moved = [f"{word} is read as {key}" for word, key in _moves(result, fields)]
+    moved = [f"{word} is read as {key}" for word, key in _move_names(result, fields)]
     for section in FOREIGN_SECTIONS:
         if result.get(section) in ({}, None):
             result.pop(section, None)
-    return Translated(result, precision, ["; ".join(moved)] if moved else [])
+    return TranslatedRecipe(result, precision, ["; ".join(moved)] if moved else [])
 
 
-def same_precision(key: str, one: Any, other: Any) -> bool:
+def is_same_precision(key: str, one: Any, other: Any) -> bool:
     """Return whether two values of one key mean the same, as `bf16` and `bf16-mixed` do."""
     if one == other:
         return True
-    meanings = [[(claim.meaning, claim.denies) for claim in read_claims({key: value})] for value in (one, other)]
+    meanings = [
+        [(claim.meaning, claim.denies) for claim in parse_precision_claims({key: value})] for value in (one, other)
+    ]
     return meanings[0] == meanings[1]
 
 
@@ -139,12 +147,12 @@ def _take_precision(raw: dict[str, object]) -> dict[str, object]:
             continue
         for word in [word for word in PRECISION_WORDS if word in inner]:
             value = inner.pop(word)
-            if not same_precision(word, value, found.setdefault(word, value)):
+            if not is_same_precision(word, value, found.setdefault(word, value)):
                 _require_same(f"{section}.{word}", value, word, found[word])
     return found
 
 
-def _moves(raw: dict[str, object], fields: Fields) -> Iterator[tuple[str, str]]:
+def _move_names(raw: dict[str, object], fields: RecipeFields) -> Iterator[tuple[str, str]]:
     """Move each name that has exactly one meaning, and yield where it was and its key."""
     for section in fields.sections:
         key = fields.short_for(section) if isinstance(raw.get(section), str) else None
@@ -158,16 +166,16 @@ def _moves(raw: dict[str, object], fields: Fields) -> Iterator[tuple[str, str]]:
         ours = () if section else (*fields.top, *FOREIGN_SECTIONS)
         for word in list(holder) if isinstance(holder, dict) else ():
             if word in one_meaning and word not in ours:
-                yield from _move(raw, holder, word, f"{section}.{word}".lstrip("."), one_meaning[word])
+                yield from _move_name(raw, holder, word, f"{section}.{word}".lstrip("."), one_meaning[word])
     for key, setting in fields.by_key.items():
         section = key.rpartition(".")[0]
         holder = raw.get(section)
         for word in setting.also if isinstance(holder, dict) else ():
             if word in holder:
-                yield from _move(raw, holder, word, f"{section}.{word}", key)
+                yield from _move_name(raw, holder, word, f"{section}.{word}", key)
 
 
-def _move(
+def _move_name(
     raw: dict[str, object], holder: dict[str, object], word: str, written: str, key: str
 ) -> Iterator[tuple[str, str]]:
     section, _, name = key.rpartition(".")
@@ -200,50 +208,50 @@ class Override(NamedTuple):
     value: Any
 
 
-class Typed(Override):
+class TypedOverride(Override):
     """An override that remembers the word it was typed as."""
 
     # A subclass of a NamedTuple cannot add a field, but it has attributes.
     word: str
 
 
-def read_flags(words: Sequence[str], schema: Any) -> list[Override]:
+def parse_typed_settings(words: Sequence[str], schema: Any) -> list[Override]:
     """Return the settings that follow RECIPE, assignments and flags mixed, in their order.
 
     Raises BadRecipe for a word that is no setting, for an unknown key, and for a flag without its value.
     """
-    return [one for one, _ in _iterate_settings(words, fields_of(schema))]
+    return [one for one, _ in _iterate_settings(words, build_recipe_fields(schema))]
 
 
-def retyped(words: Sequence[str], changes: Sequence[str], schema: Any) -> list[str]:
+def replace_typed_settings(words: Sequence[str], changes: Sequence[str], schema: Any) -> list[str]:
     """Return the words as typed, without those that `changes` replaces, followed by `changes`."""
-    changed = {_suggest_precision(one.key) for one in read_flags(changes, schema)}
+    changed = {_unify_precision_key(one.key) for one in parse_typed_settings(changes, schema)}
     unchanged = [
         typed
-        for one, typed in _iterate_settings(words, fields_of(schema))
-        if _suggest_precision(one.key) not in changed
+        for one, typed in _iterate_settings(words, build_recipe_fields(schema))
+        if _unify_precision_key(one.key) not in changed
     ]
     return [word for typed in unchanged for word in typed] + list(changes)
 
 
-def translations(overrides: Iterable[Override], fields: Fields) -> list[str]:
+def describe_translations(overrides: Iterable[Override], fields: RecipeFields) -> list[str]:
     """Return a note such as `--use-optimizations is read as train.compile` for each foreign name that was typed."""
-    typed = [one for one in overrides if isinstance(one, Typed) and _is_foreign(one, fields)]
+    typed = [one for one in overrides if isinstance(one, TypedOverride) and _is_foreign(one, fields)]
     return list(dict.fromkeys(f"{one.word} is read as {one.key}" for one in typed))
 
 
-def _suggest_precision(key: str) -> str:
+def _unify_precision_key(key: str) -> str:
     return "precision" if key in PRECISION_WORDS else key
 
 
-def _is_foreign(one: Typed, fields: Fields) -> bool:
+def _is_foreign(one: TypedOverride, fields: RecipeFields) -> bool:
     """Return whether a typed name belongs to another project; our own short names, such as `--lr`, need no note."""
     section, _, name = one.word.lstrip("-").replace("-", "_").rpartition(".")
     setting = fields.by_key.get(one.key)
     return setting is not None and (section in FOREIGN_SECTIONS or name in setting.also)
 
 
-def _iterate_settings(words: Sequence[str], fields: Fields) -> Iterator[tuple[Override, list[str]]]:
+def _iterate_settings(words: Sequence[str], fields: RecipeFields) -> Iterator[tuple[Override, list[str]]]:
     """Yield each setting, with the one or two words that it was typed as."""
     left = list(words)
     while left:
@@ -251,39 +259,39 @@ def _iterate_settings(words: Sequence[str], fields: Fields) -> Iterator[tuple[Ov
         word = left.pop(0)
         name, equals, value = word.partition("=")
         if word.startswith("-"):
-            key, read = _flag(word, left, fields)
+            key, read = _parse_dashed_flag(word, left, fields)
         elif equals:
-            key = key_for(name.strip(), fields)
-            read = _value(key, value, fields)
+            key = resolve_setting_key(name.strip(), fields)
+            read = _parse_setting_value(key, value, fields)
         else:
             raise BadRecipe(
                 f"{word[:80]!r} is no setting",
                 allowed="KEY=VALUE, such as train.batch_size=4, or a flag, such as --batch_size 4",
                 do="name the setting that the value is for",
             )
-        typed = Typed(key, read)
+        typed = TypedOverride(key, read)
         typed.word = name.strip()
         yield typed, before[: len(before) - len(left)]
 
 
-def _flag(word: str, left: list[str], fields: Fields) -> tuple[str, Any]:
+def _parse_dashed_flag(word: str, left: list[str], fields: RecipeFields) -> tuple[str, Any]:
     name, equals, value = word.lstrip("-").partition("=")
     if not word.startswith("--") or not name:
         raise BadRecipe(f"{word[:80]!r} is no flag", allowed="flags such as --batch_size 4", do="write two dashes")
     if word == PRETRAINED:
         return "model.weights", "pretrained"
-    key = key_for(name if "." in name else name.replace("-", "_"), fields)
+    key = resolve_setting_key(name if "." in name else name.replace("-", "_"), fields)
     if equals:
-        return key, _value(key, value, fields)
+        return key, _parse_setting_value(key, value, fields)
     if key in PRECISION_SWITCHES or (key in fields.by_key and fields.by_key[key].is_switch):
-        return key, _switch(key, left)
+        return key, _parse_switch_value(key, left)
     if not left:
         allowed = fields.allowed(key, "a precision, such as bf16")
         raise BadRecipe(f"{word} has no value", allowed=allowed, do=f"write {word} VALUE")
-    return key, _value(key, left.pop(0), fields)
+    return key, _parse_setting_value(key, left.pop(0), fields)
 
 
-def _switch(key: str, left: list[str]) -> Any:
+def _parse_switch_value(key: str, left: list[str]) -> Any:
     """Return True unless the next word is a value; `--mixed_precision bf16` also names the format."""
     if not left:
         return True
@@ -294,13 +302,13 @@ def _switch(key: str, left: list[str]) -> Any:
     return True
 
 
-def _value(key: str, text: str, fields: Fields) -> Any:
+def _parse_setting_value(key: str, text: str, fields: RecipeFields) -> Any:
     setting = fields.by_key.get(key)
     # Quotes are an explicit request for YAML's rules, and words for precision have no setting with a type.
     if setting is None or text[:1] in ("'", '"'):
-        return read_value(text, key)
+        return parse_yaml_value(text, key)
     # A text setting takes the word as it is: YAML would read `16` as a number, which the strict schema then refuses.
     if setting.is_text and not (setting.may_be_null and text in NULL):
         return text
-    value = read_value(text, key)
+    value = parse_yaml_value(text, key)
     return [text] if setting.is_list_of_text and value is not None and not isinstance(value, list) else value

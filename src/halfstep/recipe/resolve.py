@@ -1,6 +1,7 @@
 """Resolve a recipe in one pass: read it, translate foreign names, override, validate, and fill in defaults.
 
-`sources.read_recipe` and `names.read_flags` read the file and the command line; `resolve` does the rest in this order.
+`sources.read_recipe` and `names.parse_typed_settings` read the file and the command line; `resolve_recipe` does the
+rest in this order.
 Imports no torch: the caller passes the task's schema.
 """
 
@@ -20,30 +21,30 @@ from halfstep.precision.names import (
     FLAGS,
     FORMATS,
     SWITCHES,
-    Named,
+    NamedPrecision,
+    format_policy_name,
     is_off,
     is_on,
     is_policy,
-    policy_name,
-    policy_parts,
-    read_precision,
-    read_settings,
+    parse_policy_name,
+    parse_precision,
+    parse_precision_settings,
 )
-from halfstep.recipe.fields import Fields, fields_of, nearest
+from halfstep.recipe.fields import RecipeFields, build_recipe_fields, find_nearest_word
 from halfstep.recipe.names import (
     ELSEWHERE,
     FOREIGN_SECTIONS,
     PRECISION_WORDS,
     Override,
-    Translated,
-    instead_of,
-    same_precision,
-    translate,
-    translations,
+    TranslatedRecipe,
+    describe_translations,
+    is_same_precision,
+    suggest_setting,
+    translate_recipe,
 )
 from halfstep.recipe.schema import AUTO, EXACT
-from halfstep.recipe.sources import recipe_names
-from halfstep.recipe.strict_yaml import flat
+from halfstep.recipe.sources import list_recipe_names
+from halfstep.recipe.strict_yaml import iterate_dotted_keys
 
 LARGEST_SEED = 2**31
 MOST = 10
@@ -65,7 +66,7 @@ Size = Callable[[Any, Mapping[str, object]], Sequence[ChosenSetting]]
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedRecipe:
     """A complete recipe."""
 
     recipe: Any
@@ -79,45 +80,45 @@ class Resolved:
     """The settings that were chosen for the data set and the machine."""
 
 
-def resolve(
+def resolve_recipe(
     raw: Mapping[str, object],
     schema: Any,
     overrides: Iterable[tuple[str, Any]] = (),
     label: str = "run",
     size: Size | None = None,
-) -> Resolved:
-    """Return the complete recipe, from what `read_recipe` and `read_flags` have read.
+) -> ResolvedRecipe:
+    """Return the complete recipe, from what `read_recipe` and `parse_typed_settings` have read.
 
     `size` chooses what a recipe with `sizing: auto` omits. Raises BadRecipe with every mistake at once, Contradiction
     for settings that exclude each other, and Unsafe for a `run.dir` that contains `..`.
     """
-    fields = fields_of(schema)
-    line = _command_line(overrides)
-    translated = translate(raw, fields)
-    content, notes = _override(translated, line, fields, label)
-    recipe = _validate(content, schema, label)
+    fields = build_recipe_fields(schema)
+    line = _split_overrides(overrides)
+    translated = translate_recipe(raw, fields)
+    content, notes = _merge_command_line(translated, line, fields, label)
+    recipe = _validate_recipe(content, schema, label)
     # Only after validation, so that a mistake is reported before the data set is measured.
-    chosen = size(recipe, dict(flat(content))) if size and recipe.sizing == AUTO else ()
+    chosen = size(recipe, dict(iterate_dotted_keys(content))) if size and recipe.sizing == AUTO else ()
     if chosen:
         # Validated again: the choice may exclude something that was given.
-        recipe = _validate(apply(content, [(one.key, one.value) for one in chosen]), schema, label)
+        recipe = _validate_recipe(apply_overrides(content, [(one.key, one.value) for one in chosen]), schema, label)
     return _complete_recipe(recipe, label, notes, chosen)
 
 
-class CommandLine(NamedTuple):
+class CommandLineOverrides(NamedTuple):
     """The overrides: the words for precision, which are read together, and all others."""
 
     precision: dict[str, object]
     others: list[Override]
 
 
-def _command_line(overrides: Iterable[tuple[str, Any]]) -> CommandLine:
-    line = CommandLine({}, [])
+def _split_overrides(overrides: Iterable[tuple[str, Any]]) -> CommandLineOverrides:
+    line = CommandLineOverrides({}, [])
     for one in overrides:
         key, value = one
         if key not in PRECISION_WORDS:
             line.others.append(one if isinstance(one, Override) else Override(key, value))
-        elif not same_precision(key, line.precision.setdefault(key, value), value):
+        elif not is_same_precision(key, line.precision.setdefault(key, value), value):
             raise Contradiction(
                 f"{key} is given as {line.precision[key]!r} and as {value!r}",
                 allowed="one precision",
@@ -126,42 +127,42 @@ def _command_line(overrides: Iterable[tuple[str, Any]]) -> CommandLine:
     return line
 
 
-def _override(
-    translated: Translated, line: CommandLine, fields: Fields, label: str
+def _merge_command_line(
+    translated: TranslatedRecipe, line: CommandLineOverrides, fields: RecipeFields, label: str
 ) -> tuple[dict[str, object], list[str]]:
     """Return the recipe with the command line over it and one precision, and the notes for the user."""
-    moved = translations(line.others, fields)
-    content = apply(translated.raw, line.others)
+    moved = describe_translations(line.others, fields)
+    content = apply_overrides(translated.raw, line.others)
     notes = [*translated.notes, *(["; ".join(moved)] if moved else []), *_resolve_length(content, line.others)]
     _refuse_interpolation({**content, **translated.precision, **line.precision}, label)
-    named = _read_over(line.precision, translated.precision)
+    named = _merge_precision_words(line.precision, translated.precision)
     if named is None:
         return content, notes
     policy = translated.precision.get("precision")
     if line.precision and is_policy(policy) and not is_policy(named.name):
-        _, rules = policy_parts(read_precision(policy).name)
-        named = Named(policy_name(named.name, rules), named.took)
+        _, rules = parse_policy_name(parse_precision(policy).name)
+        named = NamedPrecision(format_policy_name(named.name, rules), named.took)
     content["precision"] = named.name
     if named.took:
         notes.append(named.took)
-    written = _read_precision(translated.precision) if line.precision and translated.precision else None
+    written = _resolve_precision_words(translated.precision) if line.precision and translated.precision else None
     if written and written.name != named.name:
         notes.append(f"precision {named.name} of the command line overrides {written.name} of the recipe")
     return content, notes
 
 
-def apply(raw: Mapping[str, object], overrides: Iterable[tuple[str, Any]]) -> dict[str, object]:
+def apply_overrides(raw: Mapping[str, object], overrides: Iterable[tuple[str, Any]]) -> dict[str, object]:
     """Return a copy of the recipe with the overrides applied."""
     result = copy.deepcopy(dict(raw))
     for key, value in overrides:
         *sections, name = key.split(".")
-        place = _section(result, sections)
+        place = _create_section(result, sections)
         if place is not None:
             place[name] = value
     return result
 
 
-def _section(recipe: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
+def _create_section(recipe: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
     """Return the inner mapping, creating it if needed.
 
     Returns None if another value is there, which validation then reports.
@@ -201,7 +202,7 @@ def _refuse_interpolation(content: Any, label: str, key: str = "") -> None:
         for inner in content:
             _refuse_interpolation(inner, label, key)
     elif isinstance(content, str) and "${" in content:
-        raise _recipe_error(
+        raise _build_recipe_error(
             label,
             [
                 Complaint(
@@ -211,7 +212,7 @@ def _refuse_interpolation(content: Any, label: str, key: str = "") -> None:
         )
 
 
-def _read_precision(words: Mapping[str, object]) -> Named | None:
+def _resolve_precision_words(words: Mapping[str, object]) -> NamedPrecision | None:
     """Return the precision that the words for precision mean together, or None without any.
 
     Raises Contradiction if they disagree, and BadRecipe for a value that is no precision.
@@ -219,34 +220,34 @@ def _read_precision(words: Mapping[str, object]) -> Named | None:
     for key, value in words.items():
         if isinstance(value, list) or (isinstance(value, dict) and "enabled" not in value and not is_policy(value)):
             raise BadRecipe(f"{key} has a {type(value).__name__}", allowed="a precision or true", do=f"{key}: bf16")
-    return read_settings(words)
+    return parse_precision_settings(words)
 
 
-def _read_over(line: Mapping[str, object], recipe: Mapping[str, object]) -> Named | None:
+def _merge_precision_words(line: Mapping[str, object], recipe: Mapping[str, object]) -> NamedPrecision | None:
     """Return the precision of the command line over the recipe's.
 
     A switch without a format uses a format from the recipe.
     """
     # `--amp` over `amp_dtype: float16` means fp16: the line only switches on what the recipe describes.
     if line and all(key in SWITCHES and is_on(value) for key, value in line.items()):
-        written = _read_precision(recipe)
+        written = _resolve_precision_words(recipe)
         if written and written.name in ("bf16", "fp16"):
             return written
         # A flag that the recipe denies (`bf16: false`) still excludes its format.
         denied = [key for key in FLAGS if is_off(recipe.get(key))]
         line = {**line, **{key: recipe[key] for key in (*FORMATS, *denied) if key in recipe}}
-    return _read_precision(line or recipe)
+    return _resolve_precision_words(line or recipe)
 
 
-def _validate(content: Mapping[str, object], schema: Any, label: str) -> Any:
+def _validate_recipe(content: Mapping[str, object], schema: Any, label: str) -> Any:
     """Return the recipe with its defaults; raise BadRecipe for values that are invalid, alone or together."""
     # A section whose fields all have defaults may be omitted or left empty.
     filled: dict[str, object] = {key: {} for key in schema.model_fields if key in ("model", "data", "loss")}
     filled |= {key: value for key, value in content.items() if value is not None or key not in schema.model_fields}
-    recipe = validated(filled, schema, label)
+    recipe = validate_against_schema(filled, schema, label)
     wrong = list(_find_conflicts(recipe))
     if wrong:
-        raise _recipe_error(label, wrong)
+        raise _build_recipe_error(label, wrong)
     return recipe
 
 
@@ -286,9 +287,9 @@ class Complaint(NamedTuple):
         return f"{self.given}; {self.do}" if self.do else f"{self.given}; allowed: {self.allowed}"
 
 
-def _recipe_error(label: str, complaints: Sequence[Complaint]) -> BadRecipe:
+def _build_recipe_error(label: str, complaints: Sequence[Complaint]) -> BadRecipe:
     """Return one error for all mistakes of a recipe."""
-    explain = f"halfstep recipes explain {label}" if label in recipe_names() else "halfstep recipes schema"
+    explain = f"halfstep recipes explain {label}" if label in list_recipe_names() else "halfstep recipes schema"
     if len(complaints) == 1:
         one = complaints[0]
         return BadRecipe(f"recipe {label}: {one.given}", allowed=one.allowed, do=one.do or explain)
@@ -298,7 +299,7 @@ def _recipe_error(label: str, complaints: Sequence[Complaint]) -> BadRecipe:
     return BadRecipe(f"recipe {label} has {len(complaints)} mistakes:\n" + "\n".join(lines), do=explain)
 
 
-def validated(content: Any, schema: Any, label: str) -> Any:
+def validate_against_schema(content: Any, schema: Any, label: str) -> Any:
     """Return the content as an instance of the schema's model; `label` names the recipe in errors.
 
     Raises BadRecipe with every mistake.
@@ -306,26 +307,29 @@ def validated(content: Any, schema: Any, label: str) -> Any:
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        raise _recipe_error(label, _complaints(error, fields_of(schema))) from None
+        raise _build_recipe_error(label, _list_complaints(error, build_recipe_fields(schema))) from None
 
 
-def _complaints(error: ValidationError, fields: Fields) -> list[Complaint]:
+def _list_complaints(error: ValidationError, fields: RecipeFields) -> list[Complaint]:
     """Return one complaint for each key."""
     # pydantic reports one error for each branch of a union; for the user that is one mistake.
     found: dict[str, Complaint] = {}
     for detail in error.errors(include_url=False, include_context=False):
         kind, value = detail["type"], detail["input"]
-        key = _key(detail["loc"], kind, fields)
+        key = _format_key(detail["loc"], kind, fields)
         if key in FOREIGN_SECTIONS and isinstance(value, dict):
-            found |= {(inner := f"{key}.{name}"): _unknown_setting(inner, fields) for name in value}
+            found |= {(inner := f"{key}.{name}"): _build_unknown_complaint(inner, fields) for name in value}
         else:
             found.setdefault(
-                key, _unknown_setting(key, fields) if kind == _UNKNOWN else _complaint(key, kind, value, fields)
+                key,
+                _build_unknown_complaint(key, fields)
+                if kind == _UNKNOWN
+                else _build_complaint(key, kind, value, fields),
             )
     return list(found.values())
 
 
-def _key(location: tuple[str | int, ...], kind: str, fields: Fields) -> str:
+def _format_key(location: tuple[str | int, ...], kind: str, fields: RecipeFields) -> str:
     """Return the dotted key, without the names that pydantic adds for the branches of a union."""
     parts = [str(part) for part in location]
     # The longest known prefix: what follows it are the branches of a union or the indices of a list.
@@ -334,29 +338,29 @@ def _key(location: tuple[str | int, ...], kind: str, fields: Fields) -> str:
     return ".".join(parts[: next(ends, len(parts))])
 
 
-def _complaint(key: str, kind: str, value: Any, fields: Fields) -> Complaint:
+def _build_complaint(key: str, kind: str, value: Any, fields: RecipeFields) -> Complaint:
     allowed = fields.allowed(key, "keys with values")
     if kind == "missing":
         return Complaint(f"{key} is missing", allowed, f"add {key}")
     if (reason := fields.reason_against(key, value)) is not None:
         return Complaint(f"{key} is {_shorten_repr(value)}: {reason}", allowed, f"{key}={fields.by_key[key].default}")
     choices = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]
-    word = nearest(value, choices) if isinstance(value, str) else None
+    word = find_nearest_word(value, choices) if isinstance(value, str) else None
     do = f"did you mean {word}?" if word else ""
     if key == "data.name" and isinstance(value, str) and not word and len(PurePath(value).parts) > 1:
         do = f"the path of a set is data.path={value}; data.name is its kind"
     return Complaint(f"{key} is {_shorten_repr(value)}", allowed, do)
 
 
-def _unknown_setting(key: str, fields: Fields) -> Complaint:
+def _build_unknown_complaint(key: str, fields: RecipeFields) -> Complaint:
     # Shortened, and without characters that could control a terminal.
     given = f"{key[:80] if key[:80].isprintable() else repr(key[:80])[1:-1]} is not known"
     section, _, name = key[:200].rpartition(".")
     meant = fields.keys_of.get(name, [])
     if meant:
         return Complaint(given, "", f"did you mean {' or '.join(meant)}?")
-    beside = nearest(name, [*fields.top, *PRECISION_WORDS]) if not section and name not in ELSEWHERE else None
-    do = f"did you mean {beside}?" if beside else instead_of(key, fields)
+    beside = find_nearest_word(name, [*fields.top, *PRECISION_WORDS]) if not section and name not in ELSEWHERE else None
+    do = f"did you mean {beside}?" if beside else suggest_setting(key, fields)
     names = [other.rpartition(".")[2] for other in fields.by_key if other.rpartition(".")[0] == section]
     return Complaint(given, ", ".join(names if section else fields.top), do or "delete it")
 
@@ -366,7 +370,7 @@ def _shorten_repr(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _complete_recipe(recipe: Any, label: str, notes: list[str], chosen: Sequence[ChosenSetting]) -> Resolved:
+def _complete_recipe(recipe: Any, label: str, notes: list[str], chosen: Sequence[ChosenSetting]) -> ResolvedRecipe:
     # A drawn seed is written to recipe.yaml, so that the run can be repeated.
     drawn = frozenset({"train.seed"} if recipe.train.seed is None else ())
     # A recipe without it is that of an earlier run, which keeps its first split.
@@ -385,7 +389,7 @@ def _complete_recipe(recipe: Any, label: str, notes: list[str], chosen: Sequence
             "data": recipe.data.model_copy(update={"split": recipe.data.split or EXACT}),
         }
     )
-    return Resolved(whole, label, notes, drawn | {one.key for one in chosen}, chosen)
+    return ResolvedRecipe(whole, label, notes, drawn | {one.key for one in chosen}, chosen)
 
 
 def _expand_home(folder: str) -> str:

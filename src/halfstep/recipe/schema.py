@@ -51,11 +51,11 @@ class Refused:
         return {**handler(core), REFUSED: self.reasons}
 
 
-def _lower(value: Any) -> Any:
+def _lowercase_text(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-AnyCase = BeforeValidator(_lower)
+AnyCase = BeforeValidator(_lowercase_text)
 """`AdamW` is `adamw`: the name of torch's class is as good."""
 
 

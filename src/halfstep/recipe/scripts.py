@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep.errors import unknown_name
+from halfstep.errors import build_unknown_name_error
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -15,20 +15,20 @@ PREFIX = "train_"
 """Most scripts train one recipe, and are known by its name: `train_unet.py` is `unet`."""
 
 
-def script_names() -> list[str]:
+def list_script_names() -> list[str]:
     """Return the names of the example scripts."""
-    return sorted(_scripts())
+    return sorted(_find_scripts())
 
 
-def script_text(name: str) -> tuple[str, str]:
+def read_script(name: str) -> tuple[str, str]:
     """Return the file name of an example script and its text; raise `UnknownName` if there is none."""
-    found = _scripts()
+    found = _find_scripts()
     if name not in found:
-        raise unknown_name("script", name, sorted(found))
+        raise build_unknown_name_error("script", name, sorted(found))
     return found[name].name, found[name].read_text(encoding="utf-8")
 
 
-def _scripts() -> dict[str, Traversable]:
+def _find_scripts() -> dict[str, Traversable]:
     installed = resources.files("halfstep") / "examples"
     # Only a wheel has them inside the package; a checkout has them next to `src`.
     folder = installed if installed.is_dir() else Path(__file__).parents[3] / "examples"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.errors import BadRecipe, Unsafe
-from halfstep.recipe.fields import nearest
-from halfstep.recipe.strict_yaml import LARGEST_FILE, decoded, read_yaml, too_large
+from halfstep.recipe.fields import find_nearest_word
+from halfstep.recipe.strict_yaml import LARGEST_FILE, build_file_size_error, decode_utf8, parse_yaml
 
 _ENDINGS = (".yaml", ".yml")
 
@@ -24,20 +24,22 @@ class RawRecipe(NamedTuple):
     text: str
 
 
-def recipe_names() -> list[str]:
+def list_recipe_names() -> list[str]:
     """Return the names of the recipes that ship with halfstep."""
     return sorted(
-        file.name.removesuffix(".yaml") for file in _packaged_files().iterdir() if file.name.endswith(".yaml")
+        file.name.removesuffix(".yaml") for file in _find_packaged_recipes().iterdir() if file.name.endswith(".yaml")
     )
 
 
 def read_recipe(name_or_path: str) -> RawRecipe:
     """Read a recipe by name or path; raise BadRecipe if there is none or it is not valid YAML."""
-    label, text = recipe_text(name_or_path)
-    return RawRecipe(label, read_yaml(text, name_or_path if is_path(name_or_path) else f"recipe {name_or_path}"), text)
+    label, text = read_recipe_text(name_or_path)
+    return RawRecipe(
+        label, parse_yaml(text, name_or_path if is_recipe_path(name_or_path) else f"recipe {name_or_path}"), text
+    )
 
 
-def recipe_of(content: Mapping[str, object]) -> RawRecipe:
+def build_raw_recipe(content: Mapping[str, object]) -> RawRecipe:
     """Return a recipe that was written in Python, nested or with dotted keys; its task names the run's folder."""
     nested: dict[str, Any] = {}
     # Whole sections first: a dotted key changes one of their settings.
@@ -63,29 +65,29 @@ def _to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def recipe_text(name_or_path: str) -> tuple[str, str]:
+def read_recipe_text(name_or_path: str) -> tuple[str, str]:
     """Return the label and the text of a recipe without parsing it."""
-    if is_path(name_or_path):
+    if is_recipe_path(name_or_path):
         path = Path(name_or_path)
-        return _label(path), decoded(read_bounded(path), name_or_path)
-    if name_or_path not in recipe_names():
-        names = recipe_names()
-        near = nearest(name_or_path, names)
+        return _choose_label(path), decode_utf8(read_recipe_bytes(path), name_or_path)
+    if name_or_path not in list_recipe_names():
+        names = list_recipe_names()
+        near = find_nearest_word(name_or_path, names)
         hint = f"did you mean {near}?" if near else "give a name from the list, or a path that ends in .yaml"
         raise BadRecipe(f"there is no recipe {name_or_path[:80]!r}", allowed=", ".join(names), do=hint)
-    return name_or_path, (_packaged_files() / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+    return name_or_path, (_find_packaged_recipes() / f"{name_or_path}.yaml").read_text(encoding="utf-8")
 
 
-def is_path(name_or_path: str) -> bool:
+def is_recipe_path(name_or_path: str) -> bool:
     """Return whether the argument is a path, not the name of a recipe."""
     return "/" in name_or_path or "\\" in name_or_path or name_or_path.endswith(_ENDINGS)
 
 
-def _packaged_files() -> Any:
+def _find_packaged_recipes() -> Any:
     return resources.files("halfstep") / "recipes"
 
 
-def _label(path: Path) -> str:
+def _choose_label(path: Path) -> str:
     # The label becomes the name of a folder below `runs/`.
     label, folder = path.stem, path.resolve().parent.name
     # A run's own recipe.yaml is named after its folder; otherwise all runs repeated from one would share a name. A
@@ -97,7 +99,7 @@ def _label(path: Path) -> str:
     return label
 
 
-def read_bounded(path: Path) -> bytes:
+def read_recipe_bytes(path: Path) -> bytes:
     """Return the content of a regular file of at most the size of a recipe; raise BadRecipe for anything else."""
     # A pipe or a device would never end. One byte more than allowed is read, so that a file that has grown since is
     # refused by the parser.
@@ -107,7 +109,7 @@ def read_bounded(path: Path) -> bytes:
             kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "no regular file"
             raise BadRecipe(f"{path} is {kind}", allowed="a .yaml file", do="give the path of the recipe itself")
         if facts.st_size > LARGEST_FILE:
-            raise too_large(str(path), facts.st_size)
+            raise build_file_size_error(str(path), facts.st_size)
         with path.open("rb") as file:
             return file.read(LARGEST_FILE + 1)
     except OSError as error:

@@ -35,7 +35,7 @@ _NUMBERS: tuple[tuple[re.Pattern[str], Callable[[str], float]], ...] = (
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
-class Read(NamedTuple):
+class YamlContent(NamedTuple):
     """The content of a file, and the line of each key."""
 
     content: dict[str, object]
@@ -55,14 +55,14 @@ class _StrictComposer(Composer):
         self.nodes += 1
         if getattr(event, "tag", None) is not None:
             raise Unsafe(
-                f"{_line_of(event, self.where)}: the tag {str(event.tag)[:80]!r}",
+                f"{_format_line(event, self.where)}: the tag {str(event.tag)[:80]!r}",
                 allowed="plain values; a recipe is data and names no code",
                 do="delete the tag, and write the value itself",
                 line=event.start_mark.line + 1,
             )
         if event.anchor is not None:
             raise BadRecipe(
-                f"{_line_of(event, self.where)}: the anchor or alias {str(event.anchor)[:80]!r}",
+                f"{_format_line(event, self.where)}: the anchor or alias {str(event.anchor)[:80]!r}",
                 allowed="values in full",
                 do="write the value out",
                 line=event.start_mark.line + 1,
@@ -70,7 +70,7 @@ class _StrictComposer(Composer):
         if self.nodes > MOST_NODES or self.depth >= DEEPEST:
             limit = f"{MOST_NODES:,} values" if self.nodes > MOST_NODES else f"{DEEPEST} levels"
             raise BadRecipe(
-                f"{_line_of(event, self.where)}: more than {limit}",
+                f"{_format_line(event, self.where)}: more than {limit}",
                 allowed=f"at most {limit}",
                 do="give a recipe of the usual size",
                 line=event.start_mark.line + 1,
@@ -81,7 +81,7 @@ class _StrictComposer(Composer):
         return node
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """Return no tag: PyYAML's rules are those of YAML 1.1, and `scalar` has those of 1.2."""
+        """Return no tag: PyYAML's rules are those of YAML 1.1, and `parse_yaml_scalar` has those of 1.2."""
         return ""
 
 
@@ -103,39 +103,41 @@ class FastLoader(_StrictComposer, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         self.where = where
 
 
-def read_yaml(text: str | bytes, where: str) -> dict[str, object]:
+def parse_yaml(text: str | bytes, where: str) -> dict[str, object]:
     """Return the mapping in a file; `where` names the file in errors.
 
     Raises BadRecipe for anything but plain data, and Unsafe for a tag.
     """
-    return read_with_lines(text, where).content
+    return parse_yaml_with_lines(text, where).content
 
 
-def read_with_lines(text: str | bytes, where: str, loader: type[PythonLoader | FastLoader] = PythonLoader) -> Read:
+def parse_yaml_with_lines(
+    text: str | bytes, where: str, loader: type[PythonLoader | FastLoader] = PythonLoader
+) -> YamlContent:
     """Return the mapping in a file, with the line of each key."""
     # surrogatepass: arguments of a command line that are not UTF-8 contain lone surrogates.
     size = len(text) if isinstance(text, bytes) else len(text.encode("utf-8", "surrogatepass"))
     if size > LARGEST_FILE:
-        raise too_large(where, size)
-    node = _compose(decoded(text, where), where, loader)
+        raise build_file_size_error(where, size)
+    node = _compose(decode_utf8(text, where), where, loader)
     lines: dict[str, int] = {}
-    content = None if node is None else _value_of(node, "", where, lines)
+    content = None if node is None else _convert_node(node, "", where, lines)
     if not isinstance(content, dict):
         given = "nothing" if content is None else f"a {type(content).__name__}"
         raise BadRecipe(
             f"{where} contains {given}", allowed="keys with values", do="start with a line such as `task: ...`"
         )
-    return Read(content, lines)
+    return YamlContent(content, lines)
 
 
-def read_value(text: str, where: str) -> Any:
+def parse_yaml_value(text: str, where: str) -> Any:
     """Return one value as typed on a command line: `4`, `1e-4`, `[a, b]`, or text without quotes."""
     if text[:1] in ("[", "{", "'", '"'):
-        return read_with_lines(f"value: {text}", where).content["value"]
-    return scalar(text.strip(), where)
+        return parse_yaml_with_lines(f"value: {text}", where).content["value"]
+    return parse_yaml_scalar(text.strip(), where)
 
 
-def scalar(text: str, where: str) -> Any:
+def parse_yaml_scalar(text: str, where: str) -> Any:
     """Return a plain word by the rules of YAML 1.2: `1e-4` is a number; `no`, `on` and `1:30` are text."""
     # PyYAML follows YAML 1.1: it reads `lr: 1e-4` as text, `no` as false and `1:30` as 90.
     if text in NULL:
@@ -156,7 +158,7 @@ def scalar(text: str, where: str) -> Any:
     return number(text) if number else text
 
 
-def too_large(where: str, size: int) -> BadRecipe:
+def build_file_size_error(where: str, size: int) -> BadRecipe:
     """Return the error for a file that is too large for a recipe."""
     return BadRecipe(
         f"{where} is {size:,} bytes long",
@@ -165,7 +167,7 @@ def too_large(where: str, size: int) -> BadRecipe:
     )
 
 
-def decoded(text: str | bytes, where: str) -> str:
+def decode_utf8(text: str | bytes, where: str) -> str:
     """Return the text of a file; raise BadRecipe if it is not UTF-8."""
     if isinstance(text, str):
         return text
@@ -210,19 +212,19 @@ def _compose(text: str, where: str, loader: type[PythonLoader | FastLoader]) -> 
     return node
 
 
-def _value_of(node: yaml.Node, path: str, where: str, lines: dict[str, int]) -> Any:
+def _convert_node(node: yaml.Node, path: str, where: str, lines: dict[str, int]) -> Any:
     """Return a node as plain data; add the line of each key to `lines`."""
     if isinstance(node, yaml.SequenceNode):
-        return [_value_of(item, f"{path}.{at}", where, lines) for at, item in enumerate(node.value)]
+        return [_convert_node(item, f"{path}.{at}", where, lines) for at, item in enumerate(node.value)]
     if isinstance(node, yaml.ScalarNode):
         # A style means quotes or a block: such a value is text.
-        return node.value if node.style else scalar(node.value, _line_of(node, where))
+        return node.value if node.style else parse_yaml_scalar(node.value, _format_line(node, where))
     content: dict[str, object] = {}
     for key_node, value in node.value:
-        key = _value_of(key_node, "", where, {})
+        key = _convert_node(key_node, "", where, {})
         if not isinstance(key, str):
             raise BadRecipe(
-                f"{_line_of(key_node, where)}: the key {key!r}",
+                f"{_format_line(key_node, where)}: the key {key!r}",
                 allowed="keys that are words",
                 do="name the key, or put it in quotes",
                 line=key_node.start_mark.line + 1,
@@ -236,11 +238,11 @@ def _value_of(node: yaml.Node, path: str, where: str, lines: dict[str, int]) -> 
                 do="delete one of the two lines",
             )
         lines[dotted] = line
-        content[key] = _value_of(value, dotted, where, lines)
+        content[key] = _convert_node(value, dotted, where, lines)
     return content
 
 
-def _line_of(marked: Any, where: str) -> str:
+def _format_line(marked: Any, where: str) -> str:
     return f"{where}, line {marked.start_mark.line + 1}"
 
 
@@ -252,14 +254,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
     # Quoted if this reader or another would take the word for something else. Single quotes fold Unicode line breaks
     # into spaces; double quotes escape them.
-    style = '"' if not value.isprintable() else None if bool(value) and scalar(value, "") == value else "'"
+    style = '"' if not value.isprintable() else None if bool(value) and parse_yaml_scalar(value, "") == value else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-def _number(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
+def _represent_number(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
     # With a dot and a signed exponent, a float is a float in both YAML 1.1 and 1.2.
     text = repr(value)
     if "e" in text and "." not in text:
@@ -267,17 +269,17 @@ def _number(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
-def _list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
+def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
     # On one line: lists in a recipe are short, and a block would need a line for each item.
     return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
 
 
-_Dumper.add_representer(str, _text)
-_Dumper.add_representer(float, _number)
-_Dumper.add_representer(list, _list)
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(float, _represent_number)
+_Dumper.add_representer(list, _represent_list)
 
 
-def to_yaml(recipe: Any) -> str:
+def dump_recipe_yaml(recipe: Any) -> str:
     """Return the whole recipe as YAML; it reads back to the same recipe."""
     text: str = yaml.dump(
         recipe.model_dump(mode="json"),
@@ -290,10 +292,10 @@ def to_yaml(recipe: Any) -> str:
     return text
 
 
-def flat(content: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iterate_dotted_keys(content: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys with their values."""
     for key, value in content.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from iterate_dotted_keys(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -1,5 +1,5 @@
 """One page to look at: reports of runs, benches and plans, from plain data."""
 
-from halfstep.callable_package import make_callable
+from halfstep.callable_package import make_package_callable
 
-make_callable(__name__, "halfstep.report.written")
+make_package_callable(__name__, "halfstep.report.written")

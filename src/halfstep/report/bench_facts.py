@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from halfstep.errors import BadData
-from halfstep.measure.bench.comparison import BenchMetric, Config, Gain, Memory, RunResult, rows_of
+from halfstep.measure.bench.comparison import (
+    BenchMetric,
+    CandidateConfig,
+    Gain,
+    RunResult,
+    UpdateMemory,
+    build_bench_rows,
+)
 from halfstep.measure.bench.page import Bench
-from halfstep.measure.bench.report import kind, sentence
+from halfstep.measure.bench.report import describe_candidate_result, name_metric
 from halfstep.measure.conditions import Conditions
 from halfstep.page import Heading, Page, Pairs, Paragraph
-from halfstep.report.json_fields import fields, rows, setting, text, texts
+from halfstep.report.json_fields import coerce_mapping, coerce_rows, coerce_text, coerce_texts, format_typed_setting
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class BenchFacts:
         """Return the best proven candidate in one sentence, or how far the others are from proven."""
         bench, best = self.bench, self.bench.best
         if best is not None or len(bench.rows) == 2:
-            return sentence(best or bench.rows[1], bench.metric, len(bench.seeds)).rstrip(".") + "."
+            return describe_candidate_result(best or bench.rows[1], bench.metric, len(bench.seeds)).rstrip(".") + "."
         if len(bench.rows) < 2:
             return "The bench has a baseline and nothing to compare it with."
         told = "; ".join(f"{word}: {', '.join(names)}" for word, names in self._by_verdict.items())
@@ -46,7 +53,7 @@ class BenchFacts:
     def _by_verdict(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for row in self.bench.rows[1:]:
-            word = "failed" if row.parity is None else f"{row.parity.verdict} {kind(self.bench.metric)}"
+            word = "failed" if row.parity is None else f"{row.parity.verdict} {name_metric(self.bench.metric)}"
             found.setdefault(word.replace("can't tell", "can't tell about"), []).append(row.name)
         return found
 
@@ -56,55 +63,63 @@ class BenchFacts:
         settings = " ".join(bench.settings) or "the recipe's own"
         known = [("Subject", bench.name), ("Settings", settings), ("Seeds", ", ".join(map(str, bench.seeds)))]
         listed = {
-            key: ", ".join(f"{name} {inner}" for name, inner in fields(value).items())
+            key: ", ".join(f"{name} {inner}" for name, inner in coerce_mapping(value).items())
             for key, value in bench.conditions.items()
         }
         conditions = [
-            (key.capitalize(), listed[key] or setting(value) or "none") for key, value in bench.conditions.items()
+            (key.capitalize(), listed[key] or format_typed_setting(value) or "none")
+            for key, value in bench.conditions.items()
         ]
         provenance = Pairs((*known, *conditions))
         blocks = (Paragraph(self.verdict), *bench.page().blocks, Heading("Provenance"), provenance)
         return Page(self.label, blocks, str(self.file))
 
 
-def bench_from(plain: Mapping[str, Any], file: Path) -> BenchFacts:
+def parse_bench(plain: Mapping[str, Any], file: Path) -> BenchFacts:
     """Return the bench from its JSON; raise BadData if that is not one that `halfstep bench` wrote."""
     try:
-        return BenchFacts(file, _bench(plain))
+        return BenchFacts(file, _build_bench(plain))
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise BadData(
-            f"{file} is not the result of a bench: {type(error).__name__} {text(error, 200)}",
+            f"{file} is not the result of a bench: {type(error).__name__} {coerce_text(error, 200)}",
             allowed="bench.json as `halfstep bench` wrote it",
             do="give the folder of a bench, such as runs/bench-cifar10",
         ) from error
 
 
-def _bench(plain: Mapping[str, Any]) -> Bench:
-    given = {text(row["name"], 80): row for row in rows(plain["rows"])}
-    metric = BenchMetric(text(plain["metric"]["name"], 60), bool(plain["metric"]["higher_is_better"]))
+def _build_bench(plain: Mapping[str, Any]) -> Bench:
+    given = {coerce_text(row["name"], 80): row for row in coerce_rows(plain["rows"])}
+    metric = BenchMetric(coerce_text(plain["metric"]["name"], 60), bool(plain["metric"]["higher_is_better"]))
     raced = bool(plain.get("raced"))
-    memories = {name: fields(row["memory"]) for name, row in given.items() if row.get("memory")}
+    memories = {name: coerce_mapping(row["memory"]) for name, row in given.items() if row.get("memory")}
     gains = {name: row["gain"] for name, row in given.items() if raced and row.get("gain")}
-    found = rows_of(
-        {name: [RunResult.from_dict(run) for run in rows(row["runs"])] for name, row in given.items()},
-        {name: text(row.get("failed"), 500) for name, row in given.items()},
+    found = build_bench_rows(
+        {name: [RunResult.from_dict(run) for run in coerce_rows(row["runs"])] for name, row in given.items()},
+        {name: coerce_text(row.get("failed"), 500) for name, row in given.items()},
         metric,
-        {n: Memory(one.get("measured"), one.get("parts"), text(one.get("note"), 300)) for n, one in memories.items()},
+        {
+            n: UpdateMemory(one.get("measured"), one.get("parts"), coerce_text(one.get("note"), 300))
+            for n, one in memories.items()
+        },
         {n: Gain(float(one["times"]), one["low"], one["high"], int(one["pairs"])) for n, one in gains.items()},
         {
-            name: Config(text(row.get("precision"), 40) or name, row.get("batch"), tuple(texts(row.get("settings"))))
+            name: CandidateConfig(
+                coerce_text(row.get("precision"), 40) or name,
+                row.get("batch"),
+                tuple(coerce_texts(row.get("settings"))),
+            )
             for name, row in given.items()
         },
     )
     return Bench(
-        name=text(plain["name"], 120),
+        name=coerce_text(plain["name"], 120),
         metric=metric,
         seeds=tuple(int(seed) for seed in plain["seeds"]),
         rows=found,
-        settings=tuple(texts(plain.get("settings"))),
-        conditions=cast(Conditions, fields(plain.get("conditions"))),
+        settings=tuple(coerce_texts(plain.get("settings"))),
+        conditions=cast(Conditions, coerce_mapping(plain.get("conditions"))),
         price_per_hour=plain.get("price_per_hour"),
         interrupted=bool(plain.get("interrupted")),
-        notes=tuple(texts(plain.get("notes"))),
+        notes=tuple(coerce_texts(plain.get("notes"))),
         raced=raced,
     )

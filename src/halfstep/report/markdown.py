@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halfstep.draw.markdown import markdown
-from halfstep.report.html import pages_of
+from halfstep.draw.markdown import render_markdown
+from halfstep.report.html import build_report_pages
 from halfstep.report.sources import Source
 
 
-def markdown_of(sources: Sequence[Source]) -> str:
+def render_markdown_report(sources: Sequence[Source]) -> str:
     """Return these sources as Markdown; everything that comes from data is escaped and on one line."""
-    return "\n".join(map(markdown, pages_of(sources)))
+    return "\n".join(map(render_markdown, build_report_pages(sources)))

@@ -10,9 +10,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from halfstep import numbers
-from halfstep.report.json_fields import fields, known, number, rows, text, texts
+from halfstep.report.json_fields import (
+    coerce_mapping,
+    coerce_number,
+    coerce_rows,
+    coerce_text,
+    coerce_texts,
+    is_known_number,
+)
 from halfstep.report.run_facts import RunFacts
-from halfstep.report.run_journal import CurvePoints, curve_points
+from halfstep.report.run_journal import CurvePoints, find_curve_points
 
 LOW, WATCH, HIGH = "low", "watch", "high"
 """Levels of a risk."""
@@ -48,73 +55,87 @@ class Outlook(NamedTuple):
         }
 
 
-def outlook_of_run(run: RunFacts) -> Outlook:
+def build_run_outlook(run: RunFacts) -> Outlook:
     """Return the consequences of a run's precision, from its journal and the findings about its model."""
-    columns = estimate_columns(run.examined)
+    columns = list_estimate_columns(run.examined)
     return Outlook(
-        [("Speed", _run_speed(run)), ("Memory", _run_memory(run, columns))],
-        [*_batches(run.examined, run.chosen), *_list_savings(columns, run.chosen), *_range(run.precision)],
-        [*_list_seen_risks(run), *_survival_risks(run), *_finding_risks(run)],
-        list(_list_seen(run)),
+        [("Speed", _describe_run_speed(run)), ("Memory", _describe_run_memory(run, columns))],
+        [
+            *_describe_larger_batches(run.examined, run.chosen),
+            *_list_savings(columns, run.chosen),
+            *_describe_precision_choice(run.precision),
+        ],
+        [*_list_seen_risks(run), *_list_survival_risks(run), *_list_finding_risks(run)],
+        list(_list_observed_figures(run)),
     )
 
 
-def estimate_columns(examined: Mapping[str, Any]) -> list[dict[str, Any]]:
+def list_estimate_columns(examined: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the predicted memory of each precision on the first device."""
-    devices = rows(fields(examined.get("estimate")).get("devices"))
-    return rows(devices[0].get("columns")) if devices else []
+    devices = coerce_rows(coerce_mapping(examined.get("estimate")).get("devices"))
+    return coerce_rows(devices[0].get("columns")) if devices else []
 
 
-def _run_speed(run: RunFacts) -> str:
+def _describe_run_speed(run: RunFacts) -> str:
     rate = run.samples_per_second
-    said = f"{numbers.speed(rate)} samples/s in {run.chosen}" if known(rate) else "not measured"
+    said = f"{numbers.format_speed(rate)} samples/s in {run.chosen}" if is_known_number(rate) else "not measured"
     recipe = shlex.quote(str(run.folder / "recipe.yaml"))
     precisions = "fp32,bf16" if run.chosen in ("fp32", "tf32") else f"fp32,{run.chosen}"
     return f"{said}; compared with fp32: halfstep bench {recipe} --precisions {precisions}"
 
 
-def _run_memory(run: RunFacts, columns: list[dict[str, Any]]) -> str:
-    found = {text(fields(one.get("setting")).get("precision"), 20): number(one.get("peak")) for one in columns}
-    peaks = {name: peak for name, peak in found.items() if known(peak) and peak > 0}
+def _describe_run_memory(run: RunFacts, columns: list[dict[str, Any]]) -> str:
+    found = {
+        coerce_text(coerce_mapping(one.get("setting")).get("precision"), 20): coerce_number(one.get("peak"))
+        for one in columns
+    }
+    peaks = {name: peak for name, peak in found.items() if is_known_number(peak) and peak > 0}
     if run.chosen in peaks and "fp32" in peaks and run.chosen != "fp32":
-        return less_memory(peaks[run.chosen], peaks["fp32"], run.chosen)
+        return describe_memory_saving(peaks[run.chosen], peaks["fp32"], run.chosen)
     if run.chosen in peaks:
-        return f"{numbers.size(peaks[run.chosen])} of tensors at the peak of an update, predicted"
+        return f"{numbers.format_bytes(peaks[run.chosen])} of tensors at the peak of an update, predicted"
     return f"not predicted: halfstep report {shlex.quote(str(run.folder))} --examine"
 
 
-def less_memory(peak: float, base: float, name: str) -> str:
+def describe_memory_saving(peak: float, base: float, name: str) -> str:
     """Return the predicted peak of a precision next to that of fp32."""
     share = 1 - peak / base
     word = "less" if share >= 0 else "more"
-    sizes = f"{numbers.size(peak)} at the peak of an update, fp32 {numbers.size(base)}"
-    return f"{name} {numbers.share(abs(share))} {word}: {sizes}, predicted"
+    sizes = f"{numbers.format_bytes(peak)} at the peak of an update, fp32 {numbers.format_bytes(base)}"
+    return f"{name} {numbers.format_percent(abs(share))} {word}: {sizes}, predicted"
 
 
 def _list_savings(columns: list[dict[str, Any]], chosen: str) -> Iterator[str]:
     """Yield what shrinks most."""
-    parts = {text(fields(one.get("setting")).get("precision"), 20): fields(one.get("whole")) for one in columns}
+    parts = {
+        coerce_text(coerce_mapping(one.get("setting")).get("precision"), 20): coerce_mapping(one.get("whole"))
+        for one in columns
+    }
     if chosen == "fp32" or not {chosen, "fp32"} <= set(parts):
         return
-    wide, narrow = number(parts["fp32"].get("activations")), number(parts[chosen].get("activations"))
-    if known(wide) and known(narrow) and narrow < wide:
-        yield f"Activations saved for backward: {numbers.size(narrow)} instead of {numbers.size(wide)}."
+    wide, narrow = coerce_number(parts["fp32"].get("activations")), coerce_number(parts[chosen].get("activations"))
+    if is_known_number(wide) and is_known_number(narrow) and narrow < wide:
+        yield f"Activations saved for backward: {numbers.format_bytes(narrow)} instead of {numbers.format_bytes(wide)}."
 
 
-def _batches(examined: Mapping[str, Any], chosen: str) -> Iterator[str]:
-    devices = rows(fields(examined.get("estimate")).get("devices"))
-    largest = rows(devices[0].get("largest")) if devices else []
-    found = {text(row.get("precision"), 20): number(row.get("batch")) for row in largest if not row.get("recompute")}
-    own, wide = found.get(chosen, number(None)), found.get("fp32", number(None))
-    if known(own) and known(wide) and own > wide > 0:
+def _describe_larger_batches(examined: Mapping[str, Any], chosen: str) -> Iterator[str]:
+    devices = coerce_rows(coerce_mapping(examined.get("estimate")).get("devices"))
+    largest = coerce_rows(devices[0].get("largest")) if devices else []
+    found = {
+        coerce_text(row.get("precision"), 20): coerce_number(row.get("batch"))
+        for row in largest
+        if not row.get("recompute")
+    }
+    own, wide = found.get(chosen, coerce_number(None)), found.get("fp32", coerce_number(None))
+    if is_known_number(own) and is_known_number(wide) and own > wide > 0:
         yield f"Larger batches: up to {own:,.0f} samples fit here, {own / wide:.2g} times as many as in fp32."
 
 
-def _range(precision: Mapping[str, Any]) -> Iterator[str]:
-    summary = text(precision.get("summary"), 300)
+def _describe_precision_choice(precision: Mapping[str, Any]) -> Iterator[str]:
+    summary = coerce_text(precision.get("summary"), 300)
     if summary:
-        yield f"{text(precision.get('chosen'), 40)}: {summary}."
-    for reason in texts(precision.get("reasons")):
+        yield f"{coerce_text(precision.get('chosen'), 40)}: {summary}."
+    for reason in coerce_texts(precision.get("reasons")):
         yield f"{reason}."
 
 
@@ -130,64 +151,72 @@ def _list_seen_risks(run: RunFacts) -> Iterator[Risk]:
         level = HIGH if bits < NEAR_THE_END else WATCH if bits < SOME_HEADROOM else LOW
         said = f"{bits:.1f} bits were left in {module} at step {attempt:,}, the least of all that was sampled"
         yield Risk("Overflow", level, said)
-    yield from _meter_risk(run, "gradient_zero_share", "Gradients that vanish", "of the sampled gradients were zero")
-    yield from _meter_risk(
+    yield from _find_meter_risk(
+        run, "gradient_zero_share", "Gradients that vanish", "of the sampled gradients were zero"
+    )
+    yield from _find_meter_risk(
         run, "lost_update_share", "Updates lost to rounding", "of the sampled updates changed nothing"
     )
 
 
-def _meter_risk(run: RunFacts, key: str, what: str, said: str) -> Iterator[Risk]:
-    found = curve_points(run.recorded.speeds, f"meters.{key}").y
+def _find_meter_risk(run: RunFacts, key: str, what: str, said: str) -> Iterator[Risk]:
+    found = find_curve_points(run.recorded.speeds, f"meters.{key}").y
     if found:
         worst = max(found)
         level = HIGH if worst > MOST_LOST else WATCH if worst > SOME_LOST else LOW
-        yield Risk(what, level, f"{f'at most {numbers.share(worst)}' if worst else 'none'} {said}")
+        yield Risk(what, level, f"{f'at most {numbers.format_percent(worst)}' if worst else 'none'} {said}")
 
 
-def _survival_risks(run: RunFacts) -> Iterator[Risk]:
-    for found in rows(run.examined.get("survival")):
-        name, verdict = text(found.get("format"), 20), text(found.get("verdict"), 400)
+def _list_survival_risks(run: RunFacts) -> Iterator[Risk]:
+    for found in coerce_rows(run.examined.get("survival")):
+        name, verdict = coerce_text(found.get("format"), 20), coerce_text(found.get("verdict"), 400)
         what = f"One step in {name}, emulated" + ("" if name == run.chosen else " (not this run's precision)")
         yield Risk(what, LOW if found.get("survives") else HIGH, verdict.removeprefix(f"{name}: "))
 
 
-def _finding_risks(run: RunFacts) -> Iterator[Risk]:
-    found = rows(run.start.get("findings")) + rows(fields(run.examined.get("audit")).get("findings"))
+def _list_finding_risks(run: RunFacts) -> Iterator[Risk]:
+    found = coerce_rows(run.start.get("findings")) + coerce_rows(
+        coerce_mapping(run.examined.get("audit")).get("findings")
+    )
     for one in found[:20]:
         level = HIGH if one.get("severity") == "error" else WATCH
-        fix = f"; {text(one.get('fix'), 300)}" if one.get("fix") else ""
-        yield Risk(text(one.get("id"), 80), level, f"{text(one.get('evidence'), 400)}{fix}")
+        fix = f"; {coerce_text(one.get('fix'), 300)}" if one.get("fix") else ""
+        yield Risk(coerce_text(one.get("id"), 80), level, f"{coerce_text(one.get('evidence'), 400)}{fix}")
 
 
-def _list_seen(run: RunFacts) -> Iterator[tuple[str, str]]:
+def _list_observed_figures(run: RunFacts) -> Iterator[tuple[str, str]]:
     """Yield what this run did, which is what the next one of its kind will do."""
     speeds, epochs = run.recorded.speeds, run.recorded.epochs
-    rates = curve_points(speeds, "samples_per_second")
+    rates = find_curve_points(speeds, "samples_per_second")
     if len(rates.y) > 3:
-        yield "Throughput", _usual_range(rates)
-    if known(run.wait_share):
-        yield "Waiting for data", f"{numbers.share(run.wait_share)} of the time, by the median"
-    seconds = curve_points(epochs, "seconds")
+        yield "Throughput", _describe_throughput_range(rates)
+    if is_known_number(run.wait_share):
+        yield "Waiting for data", f"{numbers.format_percent(run.wait_share)} of the time, by the median"
+    seconds = find_curve_points(epochs, "seconds")
     if seconds.y:
-        yield "An epoch", f"{numbers.duration(seconds.median)}, without its evaluation"
+        yield "An epoch", f"{numbers.format_duration(seconds.median)}, without its evaluation"
     for name, key in (("Device memory", "memory.device_peak_bytes"), ("Memory of the process", "memory.host_bytes")):
-        sizes = curve_points(speeds, key).y
+        sizes = find_curve_points(speeds, key).y
         if sizes:
-            yield name, f"up to {numbers.size(max(sizes))}"
-    busy = curve_points(speeds, "gpu.utilisation")
+            yield name, f"up to {numbers.format_bytes(max(sizes))}"
+    busy = find_curve_points(speeds, "gpu.utilisation")
     if busy.y:
-        yield "GPU utilization", f"{numbers.share(busy.median)} by the median"
-    losses = curve_points(epochs, "val.loss").y
+        yield "GPU utilization", f"{numbers.format_percent(busy.median)} by the median"
+    losses = find_curve_points(epochs, "val.loss").y
     if len(losses) == 1:
-        yield "Validation loss", f"{numbers.value(losses[0])} after one evaluation"
+        yield "Validation loss", f"{numbers.format_metric_value(losses[0])} after one evaluation"
     elif losses:
-        yield "Validation loss", f"from {numbers.value(losses[0])} after the first epoch to {numbers.value(losses[-1])}"
+        yield (
+            "Validation loss",
+            f"from {numbers.format_metric_value(losses[0])} after the first epoch to "
+            f"{numbers.format_metric_value(losses[-1])}",
+        )
 
 
-def _usual_range(rates: CurvePoints) -> str:
+def _describe_throughput_range(rates: CurvePoints) -> str:
     """Return the range of throughput; of a long run only the extremes of its spans are known."""
     found = sorted(rates.without_first())
     if not rates.is_whole:
-        return f"{numbers.speed(found[0])} to {numbers.speed(found[-1])} samples/s, at all times"
+        return f"{numbers.format_speed(found[0])} to {numbers.format_speed(found[-1])} samples/s, at all times"
     low, high = found[len(found) // 10], found[-1 - len(found) // 10]
-    return f"{numbers.speed(low)} to {numbers.speed(high)} samples/s, eight times in ten"
+    return f"{numbers.format_speed(low)} to {numbers.format_speed(high)} samples/s, eight times in ten"

@@ -20,13 +20,13 @@ WIDTHS = (1400, 1000, 700, 500)
 _NAME = re.compile(r"epoch-([0-9]{4,9})\.png")
 
 
-def pictures_of(run: Path, best_epoch: float, room: int) -> tuple[list[Picture], list[str]]:
+def embed_pictures(run: Path, best_epoch: float, room: int) -> tuple[list[Picture], list[str]]:
     """Return up to three pictures that together fit into `room` bytes of a page, and the reasons for omitted ones."""
     chosen = _pick_pictures(run / FOLDER, best_epoch)
     found: list[Picture] = []
     left_out: list[str] = []
     for number, (caption, path) in enumerate(chosen):
-        share = (room - sum(_embedded_bytes(one.data) for one in found)) // (len(chosen) - number)
+        share = (room - sum(_compute_embedded_bytes(one.data) for one in found)) // (len(chosen) - number)
         try:
             found.append(_embed_picture(caption, path, share))
         except (OSError, ValueError, SyntaxError, ImportError) as error:
@@ -35,7 +35,7 @@ def pictures_of(run: Path, best_epoch: float, room: int) -> tuple[list[Picture],
 
 
 def _pick_pictures(folder: Path, best_epoch: float) -> list[tuple[str, Path]]:
-    files = dict(sorted(_files(folder)))
+    files = dict(sorted(_iterate_picture_files(folder)))
     if not files:
         return []
     first, last = min(files), max(files)
@@ -46,7 +46,7 @@ def _pick_pictures(folder: Path, best_epoch: float) -> list[tuple[str, Path]]:
     return [(caption, files[epoch]) for epoch, caption in names.items()]
 
 
-def _files(folder: Path) -> Iterator[tuple[int, Path]]:
+def _iterate_picture_files(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield the pictures that the run itself wrote; a link could lead anywhere."""
     if folder.is_symlink() or not folder.is_dir():
         return
@@ -71,18 +71,18 @@ def _embed_picture(caption: str, path: Path, room: int) -> Picture:
         smaller = plain
         if plain.width > width:
             smaller = plain.resize((width, max(1, round(plain.height * width / plain.width))))
-        format, data = _smallest(smaller)
-        if _embedded_bytes(data) <= room:
+        format, data = _encode_smallest(smaller)
+        if _compute_embedded_bytes(data) <= room:
             return Picture(caption, data, format, smaller.width, smaller.height, f"samples of the run, {caption}")
     raise ValueError("no room was left for it")
 
 
-def _embedded_bytes(data: bytes) -> int:
+def _compute_embedded_bytes(data: bytes) -> int:
     """Return the bytes that a picture takes in a page, as base64."""
     return 4 * len(data) // 3 + 40
 
 
-def _smallest(image: Any) -> tuple[Literal["png", "jpeg"], bytes]:
+def _encode_smallest(image: Any) -> tuple[Literal["png", "jpeg"], bytes]:
     """Return the picture without loss, or as JPEG where that is far smaller: masks stay sharp, photographs small."""
     exact, lossy = io.BytesIO(), io.BytesIO()
     image.save(exact, "PNG")

@@ -6,21 +6,21 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from halfstep.draw.thinning import Thinned
+from halfstep.draw.thinning import ThinnedCurve
 from halfstep.errors import BadData
-from halfstep.journal.jsonl import JOURNAL, parts_of
+from halfstep.journal.jsonl import JOURNAL, list_journal_parts
 from halfstep.journal.summary import Summary, summarize
-from halfstep.report.json_fields import known, number
+from halfstep.report.json_fields import coerce_number, is_known_number
 
-__all__ = ["CurvePoints", "Summary", "curve_points", "read_journal"]
+__all__ = ["CurvePoints", "Summary", "find_curve_points", "read_journal"]
 
 
 class CurvePoints:
     """The points of one curve that were kept, and what they say; empty for a curve that was not recorded."""
 
-    def __init__(self, curve: Thinned | None) -> None:
-        found = [(point.attempt, number(point.value)) for point in curve.points] if curve is not None else []
-        kept = [(attempt, value) for attempt, value in found if known(value)]
+    def __init__(self, curve: ThinnedCurve | None) -> None:
+        found = [(point.attempt, coerce_number(point.value)) for point in curve.points] if curve is not None else []
+        kept = [(attempt, value) for attempt, value in found if is_known_number(value)]
         self.x, self.y = [float(attempt) for attempt, _ in kept], [value for _, value in kept]
         self.is_whole = curve is not None and curve.count == len(kept)
         """Whether every point was kept, and not only the extremes of many spans."""
@@ -37,10 +37,10 @@ class CurvePoints:
     @property
     def median(self) -> float:
         """Return the median without the first value; NaN if there is none."""
-        return statistics.median(self.without_first() or [number(None)])
+        return statistics.median(self.without_first() or [coerce_number(None)])
 
 
-def curve_points(curves: Mapping[str, Thinned], name: str) -> CurvePoints:
+def find_curve_points(curves: Mapping[str, ThinnedCurve], name: str) -> CurvePoints:
     """Return the points of a curve by its name in the journal."""
     return CurvePoints(curves.get(name))
 
@@ -52,7 +52,7 @@ def read_journal(run: Path, why_empty: str = "") -> Summary:
     version of halfstep wrote it. `why_empty` is what else is known of a run without one.
     """
     path = run / JOURNAL
-    if not any(part.path.is_file() for part in parts_of(path)):
+    if not any(part.path.is_file() for part in list_journal_parts(path)):
         ended = f": {why_empty}" if why_empty else ""
         raise BadData(
             f"{run} has a recipe and no {JOURNAL}{ended}",

@@ -6,15 +6,15 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
-from halfstep.measure.memory_bars import MemoryUse, drawable_parts, memory_bars
+from halfstep.measure.audit.model_tree import ModuleFlops, draw_model_tree
+from halfstep.measure.memory_bars import MemoryUse, draw_memory_bars, select_drawable_parts
 from halfstep.page import (
     Block,
     Box,
     Column,
-    Command,
     Details,
     Heading,
+    Instruction,
     Items,
     Page,
     Pairs,
@@ -27,13 +27,26 @@ from halfstep.page import (
     Table,
     Text,
     Tree,
-    charts_of,
+    build_charts,
 )
-from halfstep.report.json_fields import fields, known, number, rows, text
-from halfstep.report.outlook import HIGH, LOW, Outlook, estimate_columns, outlook_of_run
-from halfstep.report.run_charts import curves_of, headroom_of, memory_of, not_finite, speed_of
-from halfstep.report.run_facts import Incident, RunFacts, figure_rows, incidents, precision_rows, provenance
-from halfstep.report.run_journal import curve_points
+from halfstep.report.json_fields import coerce_mapping, coerce_number, coerce_rows, coerce_text, is_known_number
+from halfstep.report.outlook import HIGH, LOW, Outlook, build_run_outlook, list_estimate_columns
+from halfstep.report.run_charts import (
+    build_headroom_chart,
+    build_memory_chart,
+    build_run_charts,
+    build_speed_charts,
+    list_nonfinite_curves,
+)
+from halfstep.report.run_facts import (
+    Incident,
+    RunFacts,
+    build_figure_rows,
+    build_precision_rows,
+    build_provenance_rows,
+    collect_incidents,
+)
+from halfstep.report.run_journal import find_curve_points
 from halfstep.runs.listing import FINISHED, RUNNING, SILENT, STOPPED
 
 MOST_MODULES = 12
@@ -43,60 +56,60 @@ _CALM = ("warm up", "probation", "alarm", "bad samples")
 _LEVELS: dict[str, Style] = {LOW: "good", HIGH: "bad"}
 
 
-def run_page(run: RunFacts, pictures: Sequence[Picture] = (), left_out: Sequence[str] = ()) -> Page:
+def build_run_page(run: RunFacts, pictures: Sequence[Picture] = (), left_out: Sequence[str] = ()) -> Page:
     """Return the page of one run, with these of its pictures, and why others were left out."""
     tone = _TONES.get(run.state.word, "bad")
-    chips: list[tuple[str, Text]] = [("", Span(run.state.word, tone)), ("", run.chosen), *figure_rows(run)]
-    found = incidents(run)
+    chips: list[tuple[str, Text]] = [("", Span(run.state.word, tone)), ("", run.chosen), *build_figure_rows(run)]
+    found = collect_incidents(run)
     blocks: list[Block] = [Paragraph(run.verdict), Pairs(tuple(chips), chips=True)]
-    blocks += _incidents(run, found) if found or tone == "bad" else []
+    blocks += _build_incident_blocks(run, found) if found or tone == "bad" else []
     # Samples come second; if there are none, at the end.
-    samples = [*_samples(pictures, left_out)]
+    samples = [*_build_sample_blocks(pictures, left_out)]
     has_samples = bool(pictures or left_out)
     blocks += samples if has_samples and found else []
-    blocks += _curves(run)
+    blocks += _build_curve_blocks(run)
     blocks += samples if has_samples and not found else []
-    blocks += [Heading("Precision"), Pairs(tuple(precision_rows(run))), *run_details(run)]
+    blocks += [Heading("Precision"), Pairs(tuple(build_precision_rows(run))), *build_run_details(run)]
     blocks += samples if not has_samples else []
     return Page(run.label, tuple(blocks), str(run.folder))
 
 
-def run_details(run: RunFacts) -> Iterator[Block]:
+def build_run_details(run: RunFacts) -> Iterator[Block]:
     """Yield the facts other than curves and incidents."""
     yield Heading("Speed and memory while it ran")
     none = Paragraph((Span("Not measured: a run measures every ", "dim"), Span("run.log_every", "code"), " steps."))
-    yield from charts_of(*speed_of(run), memory_of(run)) or (none,)
-    yield from _memory(run)
-    yield from _model(run)
-    yield from _headroom(run)
-    yield from outlook_blocks(outlook_of_run(run))
+    yield from build_charts(*build_speed_charts(run), build_memory_chart(run)) or (none,)
+    yield from _build_memory_blocks(run)
+    yield from _build_model_blocks(run)
+    yield from _build_headroom_blocks(run)
+    yield from build_outlook_blocks(build_run_outlook(run))
     yield Heading("Provenance")
-    yield Pairs(tuple(provenance(run)))
+    yield Pairs(tuple(build_provenance_rows(run)))
     yield Details("The whole recipe", (Pairs(tuple(run.recipe.items())),))
 
 
-def compared_run_blocks(run: RunFacts, pictures: Sequence[Picture], left_out: Sequence[str]) -> tuple[Block, ...]:
+def build_compared_run_blocks(run: RunFacts, pictures: Sequence[Picture], left_out: Sequence[str]) -> tuple[Block, ...]:
     """Return a run of several that are compared: its curves are those of the comparison."""
-    found = incidents(run)
+    found = collect_incidents(run)
     return (
         Paragraph(run.verdict),
-        *(_incidents(run, found) if found or run.state.word not in _TONES else ()),
-        *_samples(pictures, left_out),
+        *(_build_incident_blocks(run, found) if found or run.state.word not in _TONES else ()),
+        *_build_sample_blocks(pictures, left_out),
         Heading("Precision"),
-        Pairs(tuple(precision_rows(run))),
-        *run_details(run),
+        Pairs(tuple(build_precision_rows(run))),
+        *build_run_details(run),
     )
 
 
-def _incidents(run: RunFacts, found: Sequence[Incident]) -> Iterator[Block]:
+def _build_incident_blocks(run: RunFacts, found: Sequence[Incident]) -> Iterator[Block]:
     yield Heading("Incidents")
     # The last incident of a run that was given up says why; an error of another kind is said once, here.
     if run.state.word not in _TONES and run.why and not any(one.ended_run for one in found):
-        yield Box("Why it ended", (Paragraph(run.why), *_do(run.do)), "bad")
-    yield from map(_incident, found)
+        yield Box("Why it ended", (Paragraph(run.why), *_build_fix_instruction(run.do)), "bad")
+    yield from map(_build_incident_box, found)
 
 
-def _incident(one: Incident) -> Box:
+def _build_incident_box(one: Incident) -> Box:
     place = f"Step {one.attempt}: " if one.attempt else ""
     blocks: list[Block] = [Paragraph(one.sentence)]
     blocks += [Pairs(tuple(one.culprit))] if one.culprit else []
@@ -106,17 +119,17 @@ def _incident(one: Incident) -> Box:
             Items(tuple(f"{remedy}: {works}" for remedy, works in one.remedies)),
         ]
     blocks += [Heading("Evidence", level=3), Items(tuple(one.evidence))] if one.evidence else []
-    blocks += [Heading("Action taken", level=3), Items(tuple(one.done)), *_do(one.do)]
-    blocks += [Command(one.replay, "replay it: ")] if one.replay else []
+    blocks += [Heading("Action taken", level=3), Items(tuple(one.done)), *_build_fix_instruction(one.do)]
+    blocks += [Instruction(one.replay, "replay it: ")] if one.replay else []
     title = f"{'Why it ended: ' if one.ended_run else ''}{place}{one.cause}"
     return Box(title, tuple(blocks), "warn" if one.cause in _CALM else "bad")
 
 
-def _do(command: str) -> tuple[Command, ...]:
-    return (Command(command, "do: "),) if command else ()
+def _build_fix_instruction(command: str) -> tuple[Instruction, ...]:
+    return (Instruction(command, "do: "),) if command else ()
 
 
-def _samples(pictures: Sequence[Picture], left_out: Sequence[str]) -> Iterator[Block]:
+def _build_sample_blocks(pictures: Sequence[Picture], left_out: Sequence[str]) -> Iterator[Block]:
     yield Heading("Samples")
     if pictures:
         yield Pictures(tuple(pictures))
@@ -126,35 +139,37 @@ def _samples(pictures: Sequence[Picture], left_out: Sequence[str]) -> Iterator[B
         yield Paragraph(Span(f"Left out: {line}", "dim"))
 
 
-def _curves(run: RunFacts) -> Iterator[Block]:
+def _build_curve_blocks(run: RunFacts) -> Iterator[Block]:
     yield Heading("Curves")
-    charts = charts_of(*curves_of(run))
+    charts = build_charts(*build_run_charts(run))
     if not charts:
         yield Paragraph(Span("No step was taken, so there is nothing to draw.", "dim"))
         return
     skipped = "A triangle is a skipped step; hover for its reason, and over a curve for its numbers."
     yield Paragraph(Span(skipped if run.recorded.skipped else "Hover over a curve for its numbers.", "dim"))
     yield from charts
-    if lost := not_finite(run):
+    if lost := list_nonfinite_curves(run):
         yield Paragraph(Span(f"No step has a finite value of: {', '.join(lost)}.", "warn"))
 
 
-def _examine(run: RunFacts) -> Command:
-    return Command(f"halfstep report {shlex.quote(str(run.folder))} --examine", "add it: ")
+def _suggest_examining(run: RunFacts) -> Instruction:
+    return Instruction(f"halfstep report {shlex.quote(str(run.folder))} --examine", "add it: ")
 
 
-def _memory(run: RunFacts) -> Iterator[Block]:
+def _build_memory_blocks(run: RunFacts) -> Iterator[Block]:
     yield Heading("Memory of an update")
-    uses = _memory_uses(run)
-    yield from charts_of(memory_bars(uses, "Tensors at the peak of an update"))
-    if not any(drawable_parts(use) for use in uses):
+    uses = _list_memory_uses(run)
+    yield from build_charts(draw_memory_bars(uses, "Tensors at the peak of an update"))
+    if not any(select_drawable_parts(use) for use in uses):
         yield Paragraph("No prediction was recorded.")
-        yield _examine(run)
-    savings = rows(fields(fields(run.examined.get("estimate")).get("verdict")).get("savings"))
+        yield _suggest_examining(run)
+    savings = coerce_rows(coerce_mapping(coerce_mapping(run.examined.get("estimate")).get("verdict")).get("savings"))
     for row in savings:
         if row.get("why"):
-            yield Paragraph(Span(f"{text(row.get('precision'), 20)}: {text(row.get('why'), 400)}.", "dim"))
-    if not curve_points(run.recorded.speeds, "memory.device_peak_bytes").y:
+            yield Paragraph(
+                Span(f"{coerce_text(row.get('precision'), 20)}: {coerce_text(row.get('why'), 400)}.", "dim")
+            )
+    if not find_curve_points(run.recorded.speeds, "memory.device_peak_bytes").y:
         note = (
             "No figures of a device's allocator were recorded. On a CPU there is none: the figure is the memory of the "
             "whole process, most of it libraries."
@@ -162,13 +177,16 @@ def _memory(run: RunFacts) -> Iterator[Block]:
         yield Paragraph(Span(note, "dim"))
 
 
-def _memory_uses(run: RunFacts) -> list[MemoryUse]:
-    measured = max(curve_points(run.recorded.speeds, "memory.device_peak_bytes").y, default=None)
-    columns = [(text(fields(c.get("setting")).get("precision"), 20), c) for c in estimate_columns(run.examined)]
+def _list_memory_uses(run: RunFacts) -> list[MemoryUse]:
+    measured = max(find_curve_points(run.recorded.speeds, "memory.device_peak_bytes").y, default=None)
+    columns = [
+        (coerce_text(coerce_mapping(c.get("setting")).get("precision"), 20), c)
+        for c in list_estimate_columns(run.examined)
+    ]
     uses = [
         MemoryUse(
             name,
-            {part: number(size) for part, size in fields(column.get("at_peak")).items()},
+            {part: coerce_number(size) for part, size in coerce_mapping(column.get("at_peak")).items()},
             measured if name == run.chosen else None,
         )
         for name, column in columns
@@ -178,43 +196,47 @@ def _memory_uses(run: RunFacts) -> list[MemoryUse]:
     return uses
 
 
-def _model(run: RunFacts) -> Iterator[Block]:
+def _build_model_blocks(run: RunFacts) -> Iterator[Block]:
     yield Heading("The model by format")
-    audit = fields(run.examined.get("audit"))
-    charts = charts_of(_module_tree(rows(audit.get("modules"))))
+    audit = coerce_mapping(run.examined.get("audit"))
+    charts = build_charts(_build_module_tree(coerce_rows(audit.get("modules"))))
     if not charts:
         yield Paragraph("Which module computes in which format was not recorded.")
-        yield _examine(run)
+        yield _suggest_examining(run)
         return
-    device = text(audit.get("device"), 200) or "an unnamed device"
+    device = coerce_text(audit.get("device"), 200) or "an unnamed device"
     how = f"One step of the recipe's model on {device}, with random weights. Hover over a module for its shares."
-    yield Paragraph(f"{text(audit.get('verdict'), 400)}.")
+    yield Paragraph(f"{coerce_text(audit.get('verdict'), 400)}.")
     yield from charts
     yield Paragraph(Span(how, "dim"))
 
 
-def _module_tree(modules: Iterable[Mapping[str, Any]]) -> Tree:
-    return model_tree(
+def _build_module_tree(modules: Iterable[Mapping[str, Any]]) -> Tree:
+    return draw_model_tree(
         ModuleFlops(
-            text(row.get("module"), 300) or "?",
-            {name: int(value) for name, n in fields(row.get("flops")).items() if known(value := number(n))},
-            text(row["island"], 300) if row.get("island") is not None else None,
+            coerce_text(row.get("module"), 300) or "?",
+            {
+                name: int(value)
+                for name, n in coerce_mapping(row.get("flops")).items()
+                if is_known_number(value := coerce_number(n))
+            },
+            coerce_text(row["island"], 300) if row.get("island") is not None else None,
         )
         for row in modules
     )
 
 
-def _headroom(run: RunFacts) -> Iterator[Block]:
+def _build_headroom_blocks(run: RunFacts) -> Iterator[Block]:
     yield Heading("Headroom")
     parts: list[tuple[Block, ...]] = []
-    chart = charts_of(headroom_of(run))
+    chart = build_charts(build_headroom_chart(run))
     if chart:
         how = "During training: the bits between the largest output of the tightest module and the end of its format."
         tightest = sorted(run.recorded.headroom.items(), key=lambda item: item[1].value)[:MOST_MODULES]
         lines = [(module, f"{point.value:.1f}", f"{point.attempt:,}") for module, point in tightest]
         columns = (Column("Module"), Column("Least bits left", "right"), Column("At step", "right"))
         parts += [(Paragraph(Span(how, "dim")), *chart), (Table(columns, tuple(lines)),)]
-    audited = _list_audited_modules(fields(run.examined.get("audit")))
+    audited = _list_audited_modules(coerce_mapping(run.examined.get("audit")))
     if audited:
         how = "In one step of the audit, the modules with the least."
         heads = (Column("Module"), Column("Bits left", "right"), Column("Computes in"), Column("Kind"))
@@ -229,15 +251,17 @@ def _headroom(run: RunFacts) -> Iterator[Block]:
 def _list_audited_modules(audit: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return the modules with the least headroom: path, bits, formats and kind."""
     found = []
-    for row in rows(audit.get("modules")):
-        bits = number(fields(row.get("forward")).get("headroom_bits"))
-        if known(bits):
-            found.append((bits, text(row.get("module"), 200), ", ".join(fields(row.get("computed"))), row))
+    for row in coerce_rows(audit.get("modules")):
+        bits = coerce_number(coerce_mapping(row.get("forward")).get("headroom_bits"))
+        if is_known_number(bits):
+            found.append(
+                (bits, coerce_text(row.get("module"), 200), ", ".join(coerce_mapping(row.get("computed"))), row)
+            )
     lowest = sorted(found, key=lambda one: one[0])[:MOST_MODULES]
-    return [(module, f"{bits:.1f}", formats, text(row.get("kind"), 80)) for bits, module, formats, row in lowest]
+    return [(module, f"{bits:.1f}", formats, coerce_text(row.get("kind"), 80)) for bits, module, formats, row in lowest]
 
 
-def outlook_blocks(found: Outlook) -> Iterator[Block]:
+def build_outlook_blocks(found: Outlook) -> Iterator[Block]:
     """Yield what a precision means: for speed and memory, benefits, expectations and risks."""
     yield Heading("What this precision means")
     first: list[Block] = [Heading("For speed and memory", level=3), Pairs(tuple(found.impact))]

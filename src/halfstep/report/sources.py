@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Union
 
 from halfstep.errors import BadData, WrongUse
 from halfstep.files import LARGEST_JSON, read_json
-from halfstep.report.run_facts import RunFacts, read_run
+from halfstep.report.run_facts import RunFacts, read_run_facts
 from halfstep.train.run_folder import RECIPE
 
 if TYPE_CHECKING:
@@ -38,40 +38,40 @@ def read_source(path: Path) -> Source:
     """Return the run, bench or plan at a path; raise BadData if it is none of these, or cannot be read."""
     if path.is_dir():
         if (path / RECIPE).is_file():
-            return read_run(path)
+            return read_run_facts(path)
         if (path / BENCH).is_file():
-            return _read_source(path / BENCH)
-        raise _no_run_error(path)
+            return _read_json_source(path / BENCH)
+        raise _build_no_run_error(path)
     if path.name == RECIPE and path.is_file():
-        return read_run(path.parent)
+        return read_run_facts(path.parent)
     if path.is_file():
-        return _read_source(path)
-    raise _wrong_source_error(path, "does not exist")
+        return _read_json_source(path)
+    raise _build_wrong_source_error(path, "does not exist")
 
 
-def _no_run_error(path: Path) -> BadData:
+def _build_no_run_error(path: Path) -> BadData:
     """Return the error for a folder that is no run; one with runs in it names the first."""
     runs = sorted(entry.name for entry in path.iterdir() if (entry / RECIPE).is_file())
     if runs:
         names = f"{', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}"
-        return _wrong_source_error(path, f"is a folder of runs ({names}), and not one of them", path / runs[0])
-    return _wrong_source_error(path, "holds no run" if any(path.iterdir()) else "is empty")
+        return _build_wrong_source_error(path, f"is a folder of runs ({names}), and not one of them", path / runs[0])
+    return _build_wrong_source_error(path, "holds no run" if any(path.iterdir()) else "is empty")
 
 
-def _read_source(path: Path) -> Source:
+def _read_json_source(path: Path) -> Source:
     found = read_json(path)
     if not isinstance(found, dict):
-        raise _wrong_source_error(path, f"is not a JSON object of at most {LARGEST_JSON >> 20} MiB")
+        raise _build_wrong_source_error(path, f"is not a JSON object of at most {LARGEST_JSON >> 20} MiB")
     if {"ladder", "choice", "baseline"} <= found.keys():
-        from halfstep.report.plan_facts import plan_from
+        from halfstep.report.plan_facts import parse_plan
 
-        return plan_from(found, path)
+        return parse_plan(found, path)
     if {"rows", "metric", "seeds", "name"} <= found.keys():
-        from halfstep.report.bench_facts import bench_from
+        from halfstep.report.bench_facts import parse_bench
 
-        return bench_from(found, path)
-    raise _wrong_source_error(path, f"has the fields {', '.join(map(str, list(found)[:5])) or '(none)'}")
+        return parse_bench(found, path)
+    raise _build_wrong_source_error(path, f"has the fields {', '.join(map(str, list(found)[:5])) or '(none)'}")
 
 
-def _wrong_source_error(path: Path, what: str, run: Path = Path("runs/segmentation_tiny")) -> BadData:
+def _build_wrong_source_error(path: Path, what: str, run: Path = Path("runs/segmentation_tiny")) -> BadData:
     return BadData(f"{path} {what}", allowed=ALLOWED, do=shlex.join(["halfstep", "report", str(run)]))

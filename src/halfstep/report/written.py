@@ -6,23 +6,23 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.draw.notebook import ShownAsPage
-from halfstep.errors import StorageFailed, UnknownName, WrongUse, advice
+from halfstep.draw.notebook import PageResult
+from halfstep.errors import StorageFailed, UnknownName, WrongUse, choose_caller_wording
 from halfstep.files import write_text
 from halfstep.page import Page, Paragraph, Span
-from halfstep.report.compare import Comparison, compare
-from halfstep.report.examined import examine as examine_run
-from halfstep.report.html import page_of
-from halfstep.report.markdown import markdown_of
+from halfstep.report.compare import Comparison, compare_runs
+from halfstep.report.examined import examine_run_model as examine_run
+from halfstep.report.html import render_html_report
+from halfstep.report.markdown import render_markdown_report
 from halfstep.report.run_facts import RunFacts
 from halfstep.report.sources import Source, read_sources
-from halfstep.terminal import progress
+from halfstep.terminal import display_progress
 
 FORMATS = {"html": ".html", "md": ".md"}
 
 
 @dataclass(frozen=True)
-class WrittenReport(ShownAsPage):
+class WrittenReport(PageResult):
     """A page that was written, and what it is about."""
 
     reports: tuple[Source, ...]
@@ -76,35 +76,35 @@ def report(
         WrongUse: No path, too many of them, or a folder as the file.
     """
     places = [Path(path) for path in paths]
-    file = _file(places, output, format)
+    file = _choose_report_file(places, output, format)
     if examine:
         for source in read_sources(places):
             if isinstance(source, RunFacts):
-                with progress("examining", "parts") as on_progress:
+                with display_progress("examining", "parts") as on_progress:
                     examine_run(source.folder, source.chosen, on_progress)
     sources = read_sources(places)
     runs = [source for source in sources if isinstance(source, RunFacts)]
     if all(run.is_over for run in runs):
         refresh = None
-    page = page_of(sources, refresh=refresh) if format == "html" else markdown_of(sources)
+    page = render_html_report(sources, refresh=refresh) if format == "html" else render_markdown_report(sources)
     try:
         write_text(file, page)
     except OSError as error:
         raise StorageFailed(
             f"{file} cannot be written: {error.strerror or error}",
             allowed="a place that this user can write to",
-            do=advice("--output FILE", "output=FILE"),
+            do=choose_caller_wording("--output FILE", "output=FILE"),
         ) from None
-    return WrittenReport(tuple(sources), file, len(page.encode()), compare(runs) if len(runs) > 1 else None)
+    return WrittenReport(tuple(sources), file, len(page.encode()), compare_runs(runs) if len(runs) > 1 else None)
 
 
-def _file(paths: list[Path], output: str | os.PathLike[str] | None, format: str) -> Path:
+def _choose_report_file(paths: list[Path], output: str | os.PathLike[str] | None, format: str) -> Path:
     """Return the file to write; by default in the folder of the page's subject, or here for several."""
     if format not in FORMATS:
         raise UnknownName(
-            advice(f"--format {format}", f"format={format!r}"),
+            choose_caller_wording(f"--format {format}", f"format={format!r}"),
             allowed=", ".join(FORMATS),
-            do=advice("--format html", 'format="html"'),
+            do=choose_caller_wording("--format html", 'format="html"'),
         )
     if not paths:
         raise WrongUse("a report of nothing", allowed="runs, benches and plans", do="name the folder of a run")
@@ -117,8 +117,8 @@ def _file(paths: list[Path], output: str | os.PathLike[str] | None, format: str)
     if file.is_dir():
         named = file / "report.html"
         raise WrongUse(
-            f"{advice('--output ', 'output=')}{file} is a folder",
+            f"{choose_caller_wording('--output ', 'output=')}{file} is a folder",
             allowed="a file",
-            do=advice(f"--output {named}", f'output="{named}"'),
+            do=choose_caller_wording(f"--output {named}", f'output="{named}"'),
         )
     return file

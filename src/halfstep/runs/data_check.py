@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep.checkpoint.paths import CheckpointDir
-from halfstep.checkpoint.reading import read_state
-from halfstep.data.dataset import seal_of
+from halfstep.checkpoint.reading import read_rank_state
+from halfstep.data.dataset import find_seal
 from halfstep.data.fingerprint import Fingerprint, different, fingerprint
-from halfstep.data.shard_check import find_shard_change
+from halfstep.data.shard_check import describe_shard_change
 from halfstep.data.shard_index import MOST_THREADS
 from halfstep.data.shards import Shards
-from halfstep.runs.finished import task_of
+from halfstep.runs.finished import load_saved_task
 from halfstep.status_line import OnProgress
 from halfstep.train.state import State
 from halfstep.train.task import Task
@@ -35,14 +35,14 @@ def check_data(
     folder: Path, checkpoint: CheckpointDir, own: type[Task] | None, on_progress: OnProgress
 ) -> VerifiedData:
     """Read all shards of a run, and compare what the data is with what a checkpoint has of it."""
-    task = task_of(folder, own)
+    task = load_saved_task(folder, own)
     sources = (task.source("train"), task.source("val"))
-    saved = State.from_parts(*read_state(checkpoint, 0), where=str(checkpoint.path)).position["data_fingerprint"]
+    saved = State.from_parts(*read_rank_state(checkpoint, 0), where=str(checkpoint.path)).position["data_fingerprint"]
     changes = different(Fingerprint.from_dict(saved), fingerprint(*sources))
-    sets = {seal.shards.index.seal: seal.shards for source in sources if (seal := seal_of(source)) is not None}
+    sets = {seal.shards.index.seal: seal.shards for source in sources if (seal := find_seal(source)) is not None}
     jobs = [(shards, number) for shards in sets.values() for number in range(len(shards.index.names))]
     with ThreadPoolExecutor(MOST_THREADS) as pool:
-        for done, change in enumerate(pool.map(_change, jobs), 1):
+        for done, change in enumerate(pool.map(_find_job_change, jobs), 1):
             changes += [change] if change else []
             on_progress(done, len(jobs))
     samples = sum(len(shards) for shards in sets.values())
@@ -50,5 +50,5 @@ def check_data(
     return VerifiedData(len(jobs), samples, size, changes)
 
 
-def _change(job: tuple[Shards, int]) -> str:
-    return find_shard_change(*job)
+def _find_job_change(job: tuple[Shards, int]) -> str:
+    return describe_shard_change(*job)

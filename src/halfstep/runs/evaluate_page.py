@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.finding import Finding
 from halfstep.json_data import JsonResult
 from halfstep.page import Block, Column, Items, Page, Pairs, Paragraph, Span, Table
-from halfstep.printable import in_line, shortened
-from halfstep.runs.left_out import LeftOutFile, left_out_line
+from halfstep.printable import escape_to_one_line, truncate_text
+from halfstep.runs.left_out import LeftOutFile, build_left_out_line
 from halfstep.tasks.shared.confusion import ClassScores, Confusion
 
 Columns = dict[str, object]
@@ -55,7 +55,7 @@ class ClassFigures:
 
 
 @dataclass(frozen=True)
-class Evaluation(ShownAsPage, JsonResult):
+class Evaluation(PageResult, JsonResult):
     """The figures of a run's weights."""
 
     run: Path
@@ -83,40 +83,46 @@ class Evaluation(ShownAsPage, JsonResult):
 
     def page(self) -> Page:
         """Return the metrics, the classes and how they are confused, the worst samples, and the unreadable ones."""
-        where = f" in {self.precision} on {in_line(self.device)}"
-        blocks: list[Block] = [Paragraph((Span(in_line(self.weights), strong=True), where), wrap=False)]
-        blocks += _metrics(self)
+        where = f" in {self.precision} on {escape_to_one_line(self.device)}"
+        blocks: list[Block] = [Paragraph((Span(escape_to_one_line(self.weights), strong=True), where), wrap=False)]
+        blocks += _build_metric_blocks(self)
         if self.figures is not None:
-            blocks += [*_classes(self.figures), *_confusion(self.figures), *_worst(self.figures.worst)]
-        blocks += map(left_out_line, self.left_out)
-        blocks += [Paragraph(("written: ", Span(in_line(file), strong=True)), wrap=False) for file in self.written]
+            blocks += [
+                *_build_class_blocks(self.figures),
+                *_build_confusion_blocks(self.figures),
+                *_build_worst_blocks(self.figures.worst),
+            ]
+        blocks += map(build_left_out_line, self.left_out)
+        blocks += [
+            Paragraph(("written: ", Span(escape_to_one_line(file), strong=True)), wrap=False) for file in self.written
+        ]
         return Page(f"evaluation of {self.run}", tuple(blocks))
 
 
-def figure_text(value: object, form: str = ".4f") -> str:
+def format_figure(value: object, form: str = ".4f") -> str:
     """Return a figure with its digits; a dash if it is undefined."""
-    return "-" if value is None else in_line(value) if isinstance(value, str) else format(value, form)
+    return "-" if value is None else escape_to_one_line(value) if isinstance(value, str) else format(value, form)
 
 
 def _shorten_name(name: str) -> str:
-    return shortened(in_line(name), NAME)
+    return truncate_text(escape_to_one_line(name), NAME)
 
 
-def _metrics(report: Evaluation) -> tuple[Block, ...]:
+def _build_metric_blocks(report: Evaluation) -> tuple[Block, ...]:
     # Metrics of single classes are in their own table.
     classes = report.figures.classes if report.figures else []
     own = {f"{kind}_{row.name}" for row in classes for kind in ("iou", "dice")}
     deciding = Span("  the metric that selects the best checkpoint", "dim")
     rows = tuple(
-        (in_line(name), (figure_text(value), deciding) if name == report.metric else figure_text(value))
+        (escape_to_one_line(name), (format_figure(value), deciding) if name == report.metric else format_figure(value))
         for name, value in report.metrics.items()
         if name not in own
     )
-    data = "validation samples" if report.data == "validation" else f"samples in {in_line(report.data)}"
+    data = "validation samples" if report.data == "validation" else f"samples in {escape_to_one_line(report.data)}"
     return Pairs(rows), Paragraph(Span(f"over {report.samples} {data}", "dim"), indent=True, wrap=False)
 
 
-def _classes(report: ClassFigures) -> Iterator[Block]:
+def _build_class_blocks(report: ClassFigures) -> Iterator[Block]:
     pixels = report.counted == "pixels"
     total = sum(row.truth for row in report.classes) or 1
     figures = {"IoU": "iou", "Dice": "dice"} if pixels else {"F1": "dice"}
@@ -129,7 +135,7 @@ def _classes(report: ClassFigures) -> Iterator[Block]:
     for row in rows[:MOST_CLASSES]:
         count = f"{row.truth / total:.1%}" if pixels else f"{row.truth:,}"
         cells.append(
-            (_shorten_name(row.name), *(figure_text(getattr(row, key), ".3f") for key in figures.values()), count)
+            (_shorten_name(row.name), *(format_figure(getattr(row, key), ".3f") for key in figures.values()), count)
         )
     yield Table(columns, tuple(cells), gap=True)
     if many:
@@ -137,10 +143,10 @@ def _classes(report: ClassFigures) -> Iterator[Block]:
         yield Paragraph(Span(words, "dim"), wrap=False)
 
 
-def _confusion(report: ClassFigures) -> tuple[Block, ...]:
+def _build_confusion_blocks(report: ClassFigures) -> tuple[Block, ...]:
     names = report.confusion.names
     if len(names) > MOST_COLUMNS:
-        return _mistakes(report)
+        return _build_mistake_blocks(report)
     columns = (Column("true \\ predicted"), *(Column(_shorten_name(name)[:10], "right", "never") for name in names))
     rows = []
     for name, row in zip(names, report.confusion.counts.tolist(), strict=True):
@@ -149,7 +155,7 @@ def _confusion(report: ClassFigures) -> tuple[Block, ...]:
     return (Table(columns, tuple(rows), gap=True),)
 
 
-def _mistakes(report: ClassFigures) -> tuple[Block, ...]:
+def _build_mistake_blocks(report: ClassFigures) -> tuple[Block, ...]:
     if not report.mistakes:
         return (Paragraph("nothing was confused", gap=True),)
     rows = tuple(
@@ -160,11 +166,11 @@ def _mistakes(report: ClassFigures) -> tuple[Block, ...]:
     return Paragraph("most frequent confusions:", gap=True), Items(rows)
 
 
-def _worst(rows: Sequence[Columns]) -> tuple[Block, ...]:
+def _build_worst_blocks(rows: Sequence[Columns]) -> tuple[Block, ...]:
     lines = []
     for row in rows:
-        words = [f"{key} {figure_text(value, '.3f')}" for key, value in row.items() if key != "file"]
+        words = [f"{key} {format_figure(value, '.3f')}" for key, value in row.items() if key != "file"]
         # As it would be typed in the current folder; names of samples that are no files stay.
         file = str(row["file"]).removeprefix(f"{os.getcwd()}{os.sep}")
-        lines.append(f"{in_line(file)}  {', '.join(words)}")
+        lines.append(f"{escape_to_one_line(file)}  {', '.join(words)}")
     return Paragraph("worst samples:", gap=True), Items(tuple(lines), wrap=False)

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep.errors import WrongUse, advice, option, option_with
-from halfstep.files import refuse_taken, storing
-from halfstep.terminal import progress
+from halfstep.errors import WrongUse, choose_caller_wording, format_option, format_option_with_value
+from halfstep.files import check_file_free, replace_storage_errors
+from halfstep.terminal import display_progress
 
 if TYPE_CHECKING:
-    from halfstep.runs.evaluate import Evaluated
+    from halfstep.runs.evaluate import EvaluationResult
     from halfstep.runs.evaluate_page import Evaluation
-    from halfstep.runs.finished import Finished
+    from halfstep.runs.finished import FinishedRun
     from halfstep.train.task import Task
 
 
@@ -60,18 +60,18 @@ def evaluate(
         tables = (table, *(table.with_name(f"{table.stem}_{kind}{table.suffix}") for kind in ("classes", "confusion")))
     # Before the evaluation, which may take minutes.
     _check_files(tables, image, overwrite)
-    from halfstep.train.run_folder import recipe_in
+    from halfstep.train.run_folder import find_recipe_file
 
-    recipe_in(folder)  # fails before torch is loaded, which takes seconds
+    find_recipe_file(folder)  # fails before torch is loaded, which takes seconds
     from halfstep.runs.evaluate import measure_weights
-    from halfstep.runs.finished import elsewhere, open_finished
-    from halfstep.runs.registry import own_task
+    from halfstep.runs.finished import open_finished, replace_validation_data
+    from halfstep.runs.registry import resolve_own_task
 
-    own = None if task is None else own_task(task)
+    own = None if task is None else resolve_own_task(task)
     finished = open_finished(folder, weights=str(weights), precision=precision, own=own)
     if data is not None:
-        finished = elsewhere(finished, Path(os.path.expanduser(data)))
-    with progress("evaluating", "batches") as on_progress:
+        finished = replace_validation_data(finished, Path(os.path.expanduser(data)))
+    with display_progress("evaluating", "batches") as on_progress:
         found = measure_weights(finished, "validation" if data is None else str(data), on_progress)
     if not tables and image is None:
         return found.report
@@ -82,32 +82,32 @@ def _check_files(tables: Sequence[Path], picture: Path | None, overwrite: bool) 
     """Raise `WrongUse` or `FolderTaken` for unusable output files before the first operation."""
     if picture is not None and picture.suffix.lower() != ".png":
         raise WrongUse(
-            option_with("picture", picture),
+            format_option_with_value("picture", picture),
             allowed="a name that ends in .png",
-            do=option_with("picture", picture.with_suffix(".png")),
+            do=format_option_with_value("picture", picture.with_suffix(".png")),
         )
     for file in (*tables, *([picture] if picture else [])):
-        refuse_taken(file, overwrite, do="give another name", flag=option("overwrite"))
+        check_file_free(file, overwrite, do="give another name", flag=format_option("overwrite"))
 
 
 def _write_files(
-    found: Evaluated, finished: Finished, tables: Sequence[Path], picture: Path | None, samples: int
+    found: EvaluationResult, finished: FinishedRun, tables: Sequence[Path], picture: Path | None, samples: int
 ) -> tuple[Path, ...]:
     """Write the requested files and return their paths. Raise `WrongUse` for a task without per-sample figures."""
     from halfstep.runs.evaluate import draw_samples, write_tables
 
     figures = found.report.figures
     if figures is None:
-        given = advice("--csv", "csv=") if tables else advice("--picture", "picture=")
+        given = choose_caller_wording("--csv", "csv=") if tables else choose_caller_wording("--picture", "picture=")
         raise WrongUse(
             f"{given} for the task {finished.recipe.task}, which has no figures of samples",
             allowed="runs of segmentation and classification",
-            do=advice("leave it out, or write --json", "leave it out"),
+            do=choose_caller_wording("leave it out, or write --json", "leave it out"),
         )
-    with storing(
+    with replace_storage_errors(
         "the requested output cannot be written",
         allowed="a place that this user can write to, with room for it",
-        do=f"give another name to {advice('--csv or --picture', 'csv or picture')}",
+        do=f"give another name to {choose_caller_wording('--csv or --picture', 'csv or picture')}",
     ):
         if tables:
             write_tables(figures, tables)

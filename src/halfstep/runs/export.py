@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir
-from halfstep.checkpoint.reading import newest_intact, read_state
+from halfstep.checkpoint.reading import find_newest_intact, read_rank_state
 from halfstep.data.dataset import BadSample
 from halfstep.errors import (
     BadData,
@@ -26,33 +26,33 @@ from halfstep.errors import (
     NoCheckpoint,
     StateMismatch,
     WrongUse,
-    advice,
-    in_one_line,
-    option,
-    option_with,
-    unknown_name,
+    build_unknown_name_error,
+    choose_caller_wording,
+    format_error_line,
+    format_option,
+    format_option_with_value,
 )
-from halfstep.files import replacing
+from halfstep.files import replace_file
 from halfstep.journal.events import EPOCH, SAVED, STEP
-from halfstep.journal.jsonl import JOURNAL, saved_events
-from halfstep.runs.finished import model_with, task_of
-from halfstep.runs.printed_code import CodeChecked, check_code
-from halfstep.runs.snippet import class_to_build, snippet
+from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
+from halfstep.runs.finished import load_saved_task, load_task_model
+from halfstep.runs.printed_code import CodeComparison, check_code
+from halfstep.runs.snippet import build_loading_code, name_class_to_build
 from halfstep.status_line import OnProgress
 from halfstep.train.outputs import BEST, LAST, LAST_AVERAGE
 from halfstep.train.run_folder import is_finished
-from halfstep.train.setup import without_weights
+from halfstep.train.setup import remove_initial_weights
 from halfstep.train.signature import Signature
 from halfstep.train.state import State
-from halfstep.train.task import LeftOut, Task, no_progress
-from halfstep.train.weights import as_saved, finite, saved_parameters, write_tensors
+from halfstep.train.task import MissingTaskMethod, Task, ignore_progress
+from halfstep.train.weights import collect_saved_tensors, has_finite_weights, select_saved_parameters, write_tensors
 
 CHECKPOINT = "checkpoint"
 SOURCES = ("best", "last", CHECKPOINT)
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedWeights:
     """Finite weights loaded into their model."""
 
     task: Task
@@ -75,7 +75,7 @@ class Exported:
         """Return inputs and outputs of the model; None if its task has no signature."""
         try:
             return self.task.signature()
-        except LeftOut:
+        except MissingTaskMethod:
             return None
 
     def metadata(self) -> dict[str, str]:
@@ -94,41 +94,43 @@ class Exported:
         }
 
 
-def exported(folder: Path, which: str | None, average: bool | None, own: type[Task] | None) -> Exported:
+def load_export_weights(
+    folder: Path, which: str | None, average: bool | None, own: type[Task] | None
+) -> ExportedWeights:
     """Return the weights of a run: `best`, `last`, or its newest intact checkpoint; averaged ones where it has them.
 
     The default is the best of a finished run, and the checkpoint of any other. Raise `WrongUse` for weights it lacks.
     """
-    task = task_of(folder, own)
-    chosen, averaged = chosen_weights(folder, task, which, average)
+    task = load_saved_task(folder, own)
+    chosen, averaged = choose_export_weights(folder, task, which, average)
     if chosen == CHECKPOINT:
-        return _export_checkpoint(folder, task, averaged)
-    file = file_of(chosen, averaged)
-    model = model_with(task, folder / file)  # raises for non-finite weights
+        return _load_checkpoint_weights(folder, task, averaged)
+    file = name_weights_file(chosen, averaged)
+    model = load_task_model(task, folder / file)  # raises for non-finite weights
     step, epoch, value = _find_when_saved(folder, file, task.metric)
     # A run with an EMA evaluates the average, so its metric does not belong to the plain weights.
     evaluated = averaged or task.recipe.train.ema is None
-    return Exported(task, model.eval(), file, averaged, step, epoch, value if evaluated else None)
+    return ExportedWeights(task, model.eval(), file, averaged, step, epoch, value if evaluated else None)
 
 
-def file_of(chosen: str, averaged: bool) -> str:
+def name_weights_file(chosen: str, averaged: bool) -> str:
     """Return the name of the file with a run's `best` or `last` weights."""
     return BEST if chosen == "best" else LAST_AVERAGE if averaged else LAST
 
 
-def chosen_weights(folder: Path, task: Task, which: str | None, average: bool | None) -> tuple[str, bool]:
-    """Return which of `SOURCES` is meant, and whether averaged weights; raise as `exported` does."""
+def choose_export_weights(folder: Path, task: Task, which: str | None, average: bool | None) -> tuple[str, bool]:
+    """Return which of `SOURCES` is meant, and whether averaged weights; raise as `load_export_weights` does."""
     if which is not None and which not in SOURCES:
-        raise unknown_name(advice("--weights", "weights"), which, SOURCES)
+        raise build_unknown_name_error(choose_caller_wording("--weights", "weights"), which, SOURCES)
     has = task.recipe.train.ema is not None
     if average and not has:
-        ema = option("ema")
+        ema = format_option("ema")
         raise WrongUse(f"{ema} for a run without an average", allowed="a run with train.ema", do=f"leave {ema} out")
     averaged = has if average is None else average
     chosen = which or ("best" if is_finished(folder) else CHECKPOINT)
     if chosen == "best" and has and not averaged:
-        plain = advice("--no-ema", "ema=False")
-        both = advice(" ", ", ").join((option_with("weights", "last"), plain))
+        plain = choose_caller_wording("--no-ema", "ema=False")
+        both = choose_caller_wording(" ", ", ").join((format_option_with_value("weights", "last"), plain))
         raise WrongUse(
             f"{plain} with the best weights: this run saved them averaged, as evaluated",
             allowed="last and checkpoint, which have both",
@@ -143,7 +145,7 @@ def _find_when_saved(folder: Path, file: str, metric: str) -> tuple[int | None, 
     found: tuple[int | None, int | None, float | None] = None, None, None
     if not (folder / JOURNAL).is_file():  # opening a named pipe would block forever
         return found
-    for event in saved_events(folder / JOURNAL):
+    for event in iterate_saved_events(folder / JOURNAL):
         if event["event"] == STEP:
             at = event.get("attempt")
         elif event["event"] == SAVED and event.get("file") == file:
@@ -154,46 +156,46 @@ def _find_when_saved(folder: Path, file: str, metric: str) -> tuple[int | None, 
     return found
 
 
-def _export_checkpoint(folder: Path, task: Task, averaged: bool) -> Exported:
-    generation = newest_checkpoint(folder)
-    state = State.from_parts(*read_state(generation, 0), where=str(generation.path))
-    task.recipe = without_weights(task.recipe)
+def _load_checkpoint_weights(folder: Path, task: Task, averaged: bool) -> ExportedWeights:
+    generation = find_newest_checkpoint(folder)
+    state = State.from_parts(*read_rank_state(generation, 0), where=str(generation.path))
+    task.recipe = remove_initial_weights(task.recipe)
     model = task.model()
     parameters, buffers = dict(state.weights["parameters"]), dict(state.weights["buffers"])
     if averaged and state.ema is not None:
         parameters |= state.ema["averages"]
         buffers |= state.ema["buffers"]
-    _load_state(saved_parameters(model), parameters, generation)
-    _load_state(dict(model.named_buffers()), buffers, generation)
-    if not finite(model):
+    _load_saved_weights(select_saved_parameters(model), parameters, generation)
+    _load_saved_weights(dict(model.named_buffers()), buffers, generation)
+    if not has_finite_weights(model):
         raise BadData(
             f"{generation.name} has weights that are not finite",
             allowed="finite weights",
-            do=f"write {option_with('weights', 'best')}, which was evaluated",
+            do=f"write {format_option_with_value('weights', 'best')}, which was evaluated",
         )
     progress = state.position["progress"]
     epoch = progress["epoch"] + (progress["step_in_epoch"] > 0)
-    return Exported(task, model.eval(), generation.name, averaged, generation.attempt, epoch, None)
+    return ExportedWeights(task, model.eval(), generation.name, averaged, generation.attempt, epoch, None)
 
 
-def newest_checkpoint(folder: Path) -> CheckpointDir:
+def find_newest_checkpoint(folder: Path) -> CheckpointDir:
     """Return the newest checkpoint of a run that is intact; raise NoCheckpoint or BadData if there is none."""
     try:
-        verdict, _ = newest_intact(folder / CHECKPOINTS)
+        verdict, _ = find_newest_intact(folder / CHECKPOINTS)
     except NoCheckpoint as error:
-        best, last = option_with("weights", "best"), option_with("weights", "last")
+        best, last = format_option_with_value("weights", "best"), format_option_with_value("weights", "last")
         files = f"write {best}, or {last}: separate files, written after each epoch"
         raise NoCheckpoint(error.given, allowed="an intact checkpoint", do=files) from None
     if verdict is None:
         raise BadData(
             f"{folder} has no checkpoints, and is not finished",
             allowed="a run with a checkpoint, saved every checkpoint.every_steps steps and after each epoch",
-            do=f"start it with the same {advice('command', 'call')}, and export when it has been saved",
+            do=f"start it with the same {choose_caller_wording('command', 'call')}, and export when it has been saved",
         )
     return verdict.generation
 
 
-def _load_state(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], generation: CheckpointDir) -> None:
+def _load_saved_weights(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], generation: CheckpointDir) -> None:
     unlike = sorted(own.keys() ^ saved.keys()) + [n for n in own if n in saved and own[n].shape != saved[n].shape]
     if unlike:
         raise StateMismatch(
@@ -216,7 +218,7 @@ ENOUGH = 0.999
 
 
 @dataclass(frozen=True)
-class Written:
+class RunnableFile:
     """A file that can be run, and the sizes it accepts."""
 
     forward: Callable[[Tensor], Tensor]
@@ -225,7 +227,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Checked:
+class FileComparison:
     """The result of the comparison."""
 
     images: int
@@ -238,13 +240,13 @@ class Checked:
     max_difference: float
     agreement: float
     """The share of images or pixels with the same class, for the same input tensors."""
-    code: CodeChecked | None = None
+    code: CodeComparison | None = None
     """The comparison of the printed code with `halfstep predict`, on image files."""
 
 
-def images_of(task: Task, signature: Signature) -> tuple[list[Tensor], str]:
+def collect_model_inputs(task: Task, signature: Signature) -> tuple[list[Tensor], str]:
     """Return model inputs, each 1 × channels × height × width, and their origin in words."""
-    found = _validation_images(task, signature)
+    found = _read_validation_images(task, signature)
     if found:
         return found, "validation images"
     size = signature.preprocessing.crop or SIDE
@@ -253,7 +255,7 @@ def images_of(task: Task, signature: Signature) -> tuple[list[Tensor], str]:
     return drawn, "images of noise, as the run's data is not here"
 
 
-def _validation_images(task: Task, signature: Signature) -> list[Tensor]:
+def _read_validation_images(task: Task, signature: Signature) -> list[Tensor]:
     """Return images spread over the validation set; neighbors often look the same."""
     try:
         source = task.source("val")
@@ -276,29 +278,31 @@ def _crop_image(image: Tensor, signature: Signature, side: int = SIDE) -> Tensor
 
 
 @torch.no_grad()
-def checked(model: nn.Module, written: Written, signature: Signature, images: list[Tensor], source: str) -> Checked:
+def compare_with_model(
+    model: nn.Module, written: RunnableFile, signature: Signature, images: list[Tensor], source: str
+) -> FileComparison:
     """Compare file and model in all sizes the file accepts. Raise `WrongUse` if they differ."""
     difference, scale, same, decided = 0.0, 0.0, 0, 0
-    inputs = _inputs(signature, images, written)
+    inputs = _build_comparison_inputs(signature, images, written)
     for batch in inputs:
         expected, got = model(batch), written.forward(batch)
         difference = max(difference, float((expected - got).abs().max()))
         scale = max(scale, float(expected.abs().max()))
-        agreeing = _classes(expected) == _classes(got)
+        agreeing = _compute_predicted_classes(expected) == _compute_predicted_classes(got)
         same, decided = same + int(agreeing.sum()), decided + agreeing.numel()
     sizes = ["×".join(map(str, batch.shape)) for batch in inputs]
-    found = Checked(len(images), source, sizes, _describe_sizes(signature, written), difference, same / decided)
+    found = FileComparison(len(images), source, sizes, _describe_sizes(signature, written), difference, same / decided)
     # Negated, so that a NaN difference fails too.
     if not difference <= FARTHEST * max(scale, 1.0) or found.agreement < ENOUGH:
         raise WrongUse(
             f"the file and the model disagree: {difference:.2g} apart, {found.agreement:.2%} of the same class",
             allowed=f"at most {FARTHEST:g} of the largest number, and {ENOUGH:.1%} of the same class",
-            do=f"write {option_with('format', 'safetensors')}",
+            do=f"write {format_option_with_value('format', 'safetensors')}",
         )
     return found
 
 
-def _inputs(signature: Signature, images: list[Tensor], written: Written) -> list[Tensor]:
+def _build_comparison_inputs(signature: Signature, images: list[Tensor], written: RunnableFile) -> list[Tensor]:
     """Return each image alone, several in a batch, and a smaller one where sizes are dynamic."""
     if not written.any_batch:
         # The program was traced with a batch of two.
@@ -312,11 +316,11 @@ def _inputs(signature: Signature, images: list[Tensor], written: Written) -> lis
     return inputs
 
 
-def _classes(logits: Tensor) -> Tensor:
+def _compute_predicted_classes(logits: Tensor) -> Tensor:
     return logits > 0 if logits.shape[1] == 1 else logits.argmax(1)
 
 
-def _describe_sizes(signature: Signature, written: Written) -> str:
+def _describe_sizes(signature: Signature, written: RunnableFile) -> str:
     multiple, crop = signature.preprocessing.multiple, signature.preprocessing.crop
     steps = f" in multiples of {multiple}" if multiple > 1 else ""
     size = f"{crop} × {crop} pixels" if crop else "one height and width"
@@ -330,80 +334,81 @@ LARGEST_ONNX = 2 * 10**9
 """Bytes of weights in one ONNX file, which as a protobuf message is limited to 2 GB."""
 
 
-def write(
-    found: Exported, file: Path, format: str, notes: Mapping[str, str], on_progress: OnProgress = no_progress
-) -> Checked | None:
+def write_verified_file(
+    found: ExportedWeights, file: Path, format: str, notes: Mapping[str, str], on_progress: OnProgress = ignore_progress
+) -> FileComparison | None:
     """Replace `file` once it is verified; return the comparison, None if the task has no signature.
 
     An error leaves the old file in place. Raise `WrongUse` if a format cannot hold the model.
     """
     signature = found.signature()
     if signature is None:
-        _weights_alone(found, file, format, notes)
+        _write_weights_alone(found, file, format, notes)
         return None
-    images, source = images_of(found.task, signature)
+    images, source = collect_model_inputs(found.task, signature)
     on_progress(1, 4)
-    with replacing(file) as draft:
+    with replace_file(file) as draft:
         written = WRITERS[format](found, images[0], notes, draft)
         on_progress(2, 4)
-        same = checked(found.model, written, signature, images, source)
+        same = compare_with_model(found.model, written, signature, images, source)
         on_progress(3, 4)
-        return replace(same, code=_code_checked(found, signature, draft, format))
+        return replace(same, code=_check_printed_code(found, signature, draft, format))
 
 
-def _code_checked(found: Exported, signature: Signature, draft: Path, format: str) -> CodeChecked:
-    missing = class_to_build(found.model, format)
+def _check_printed_code(found: ExportedWeights, signature: Signature, draft: Path, format: str) -> CodeComparison:
+    missing = name_class_to_build(found.model, format)
     if missing is not None:
-        return CodeChecked(0, "", None, f"it leaves {missing}(...) to you")
+        return CodeComparison(0, "", None, f"it leaves {missing}(...) to you")
 
     def code(photo: str) -> str:
-        return snippet(found.task, found.model, signature, draft.resolve(), format, photo)
+        return build_loading_code(found.task, found.model, signature, draft.resolve(), format, photo)
 
     return check_code(found.task, found.model, signature, code)
 
 
-def _weights_alone(found: Exported, file: Path, format: str, notes: Mapping[str, str]) -> None:
+def _write_weights_alone(found: ExportedWeights, file: Path, format: str, notes: Mapping[str, str]) -> None:
     if format != "safetensors":
         raise WrongUse(
-            f"{option_with('format', format)} for the task {found.task.recipe.task}, which does not describe its "
+            f"{format_option_with_value('format', format)} for the task {found.task.recipe.task}, which does not "
+            "describe its "
             "model's input",
             allowed="segmentation, classification, or your own task with a `signature`",
-            do=f"write {option_with('format', 'safetensors')}: its weights alone",
+            do=f"write {format_option_with_value('format', 'safetensors')}: its weights alone",
         )
-    tensors = as_saved(found.model)
-    with replacing(file) as draft:
+    tensors = collect_saved_tensors(found.model)
+    with replace_file(file) as draft:
         write_tensors(tensors, notes, draft)
         again = load_file(draft)
         if again.keys() != tensors.keys() or not all(torch.equal(again[name], tensors[name]) for name in tensors):
             raise OSError(errno.EIO, "the data read back differ from the data written")
 
 
-def write_safetensors(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:
+def write_safetensors(found: ExportedWeights, image: Tensor, notes: Mapping[str, str], file: Path) -> RunnableFile:
     """Write the weights and return the model loaded from them."""
-    write_tensors(as_saved(found.model), notes, file)
+    write_tensors(collect_saved_tensors(found.model), notes, file)
     again = found.task.model()
     again.load_state_dict(load_file(file))
-    return Written(again.eval())
+    return RunnableFile(again.eval())
 
 
-def write_program(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:
+def write_program(found: ExportedWeights, image: Tensor, notes: Mapping[str, str], file: Path) -> RunnableFile:
     """Write a torch.export program and return the one read back."""
     program, any_batch, any_size = _trace_model(found, image)
-    with file.open("wb") as written, _quietly():
+    with file.open("wb") as written, _silence_export_warnings():
         # torch would save the example inputs as a pickle.
         program.example_inputs = None
         torch.export.save(program, written, extra_files={NOTES: json.dumps(notes, sort_keys=True)})
-    with _quietly():
+    with _silence_export_warnings():
         again = torch.export.load(io.BytesIO(file.read_bytes())).module()
-    return Written(again, any_batch, any_size)
+    return RunnableFile(again, any_batch, any_size)
 
 
-def write_onnx(found: Exported, image: Tensor, notes: Mapping[str, str], file: Path) -> Written:
+def write_onnx(found: ExportedWeights, image: Tensor, notes: Mapping[str, str], file: Path) -> RunnableFile:
     """Write an ONNX file and return an onnxruntime session of it. Raise `MissingExtra` or `WrongUse`."""
-    runtime = _onnx_packages()
-    _fits_into_one_file(found.model)
+    runtime = _import_onnx_runtime()
+    _check_onnx_size(found.model)
     program, any_batch, any_size = _trace_model(found, image)
-    with _quietly():
+    with _silence_export_warnings():
         made: Any = torch.onnx.export(
             program, (), dynamo=True, verbose=False, input_names=["image"], output_names=["logits"]
         )
@@ -414,13 +419,13 @@ def write_onnx(found: Exported, image: Tensor, notes: Mapping[str, str], file: P
     def forward(images: Tensor) -> Tensor:
         return torch.from_numpy(session.run(None, {"image": images.numpy()})[0])
 
-    return Written(forward, any_batch, any_size)
+    return RunnableFile(forward, any_batch, any_size)
 
 
 WRITERS = {"safetensors": write_safetensors, "onnx": write_onnx, "torch_export": write_program}
 
 
-def _trace_model(found: Exported, image: Tensor) -> tuple[Any, bool, bool]:
+def _trace_model(found: ExportedWeights, image: Tensor) -> tuple[Any, bool, bool]:
     """Return the exported program with as many dynamic sizes as it allows: batch and image, batch, or none."""
     signature, example = found.signature(), torch.cat([image] * 2)  # torch.export specializes on sizes of 1
     trials = [(True, True), (True, False), (False, False)]
@@ -431,21 +436,21 @@ def _trace_model(found: Exported, image: Tensor) -> tuple[Any, bool, bool]:
         except Exception as error:  # tracing may raise anything
             reason = error
     raise WrongUse(
-        f"torch.export cannot follow {found.name}: {in_one_line(reason) if reason else ''}",
+        f"torch.export cannot follow {found.name}: {format_error_line(reason) if reason else ''}",
         allowed="models without decisions that depend on numbers",
-        do=f"write {option_with('format', 'safetensors')}",
+        do=f"write {format_option_with_value('format', 'safetensors')}",
     )
 
 
 def _export_program(model: nn.Module, example: Tensor, any_batch: bool, any_size: bool) -> Any:
     open_sizes = {**({0: torch.export.Dim.DYNAMIC} if any_batch else {})}
     open_sizes |= {2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC} if any_size else {}
-    with torch.no_grad(), _sizes_unknown(), _quietly():
+    with torch.no_grad(), _keep_sizes_dynamic(), _silence_export_warnings():
         return torch.export.export(model, (example,), dynamic_shapes=(open_sizes or None,), strict=False)
 
 
 @contextlib.contextmanager
-def _sizes_unknown() -> Iterator[None]:
+def _keep_sizes_dynamic() -> Iterator[None]:
     """Keep dynamic sizes from being specialized to the example: otherwise the program rejects odd sizes."""
     from torch.fx.experimental import _config
 
@@ -456,32 +461,32 @@ def _sizes_unknown() -> Iterator[None]:
         yield
 
 
-def _onnx_packages() -> Any:
+def _import_onnx_runtime() -> Any:
     try:
         import onnx  # noqa: F401
         import onnxruntime  # type: ignore[import-not-found,import-untyped]
         import onnxscript  # type: ignore[import-not-found,import-untyped]  # noqa: F401
     except ImportError as error:
         raise MissingExtra(
-            f"{option_with('format', 'onnx')} without the package {error.name}",
+            f"{format_option_with_value('format', 'onnx')} without the package {error.name}",
             allowed="halfstep with its extra onnx: onnx, onnxscript and onnxruntime, which checks the file",
-            do=f"pip install 'halfstep[onnx]', or write {option_with('format', 'torch_export')}",
+            do=f"pip install 'halfstep[onnx]', or write {format_option_with_value('format', 'torch_export')}",
         ) from error
     return onnxruntime
 
 
-def _fits_into_one_file(model: nn.Module) -> None:
+def _check_onnx_size(model: nn.Module) -> None:
     total = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     if total > LARGEST_ONNX:
         raise WrongUse(
             f"{total / 1e9:.1f} GB of weights in one ONNX file",
             allowed=f"at most {LARGEST_ONNX / 1e9:.0f} GB",
-            do=f"write {option_with('format', 'torch_export')}",
+            do=f"write {format_option_with_value('format', 'torch_export')}",
         )
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def _silence_export_warnings() -> Iterator[None]:
     """Silence warnings of the export packages about their internals, which no user can act on."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep import numbers
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.page import Code, Items, Page, Paragraph, Span
-from halfstep.printable import in_line
-from halfstep.runs.export import Checked
-from halfstep.runs.printed_code import CodeChecked
+from halfstep.printable import escape_to_one_line
+from halfstep.runs.export import FileComparison
+from halfstep.runs.printed_code import CodeComparison
 from halfstep.train.signature import Preprocessing
 
 NAMES = 8
@@ -26,7 +26,7 @@ class ExportedMetric:
 
 
 @dataclass(frozen=True)
-class ExportReport(ShownAsPage):
+class ExportReport(PageResult):
     """A file that was written, where its weights come from, and how to use it."""
 
     run: Path
@@ -49,31 +49,31 @@ class ExportReport(ShownAsPage):
     classes: list[str] | None
     output: str | None
     answer: str | None
-    checked: Checked | None
+    checked: FileComparison | None
     python: str
     """Code that predicts with the file."""
 
     def page(self) -> Page:
         """Return the code first, because it is long; the facts come last, where a terminal ends."""
-        size = f"{self.tensors} tensors, {numbers.size(self.bytes)}, {self.format}"
+        size = f"{self.tensors} tensors, {numbers.format_bytes(self.bytes)}, {self.format}"
         lines = [
-            f"{self.model} from {_origin(self)}",
-            *_meaning(self),
-            *_comparison(self),
-            *_precision(self),
+            f"{self.model} from {_format_weights_origin(self)}",
+            *_describe_model_io(self),
+            *_describe_comparison(self),
+            *_describe_fp32_export(self),
             f"sha256 {self.sha256}",
         ]
         return Page(
             f"export of {self.run}",
             (
                 Code(self.python, "python"),
-                Paragraph((Span(in_line(self.file), strong=True), f": {size}"), gap=True, wrap=False),
-                Items(tuple(map(in_line, lines))),
+                Paragraph((Span(escape_to_one_line(self.file), strong=True), f": {size}"), gap=True, wrap=False),
+                Items(tuple(map(escape_to_one_line, lines))),
             ),
         )
 
 
-def _origin(report: ExportReport) -> str:
+def _format_weights_origin(report: ExportReport) -> str:
     metric, value = report.metric.name, report.metric.value
     moment = [f"step {report.step:,}"] if report.step is not None else []
     moment += [f"epoch {report.epoch}"] if report.epoch is not None else []
@@ -82,7 +82,7 @@ def _origin(report: ExportReport) -> str:
     return f"{report.source}{average}" + (f" ({', '.join(moment)})" if moment else "")
 
 
-def _meaning(report: ExportReport) -> list[str]:
+def _describe_model_io(report: ExportReport) -> list[str]:
     """Return lines about input and output, which the file's metadata contains too."""
     taken, classes = report.preprocessing, report.classes or []
     if taken is None:
@@ -98,18 +98,18 @@ def _meaning(report: ExportReport) -> list[str]:
     ]
 
 
-def _comparison(report: ExportReport) -> list[str]:
+def _describe_comparison(report: ExportReport) -> list[str]:
     checked = report.checked
     if checked is None:
         return []
     return [
         f"checked on {checked.images} {checked.source}: the outputs differ by at most {checked.max_difference:.2g}",
-        *([_code(checked.code, report.answer)] if checked.code else []),
+        *([_describe_code_check(checked.code, report.answer)] if checked.code else []),
         f"takes {checked.takes}",
     ]
 
 
-def _code(code: CodeChecked, answer: str | None) -> str:
+def _describe_code_check(code: CodeComparison, answer: str | None) -> str:
     if code.not_run is not None:
         return f"the printed code was not run: {code.not_run}"
     predicts = "predicts the same class as `halfstep predict --precision fp32`"
@@ -119,7 +119,7 @@ def _code(code: CodeChecked, answer: str | None) -> str:
     )
 
 
-def _precision(report: ExportReport) -> list[str]:
+def _describe_fp32_export(report: ExportReport) -> list[str]:
     """Return a note where the run computes in 16 bits: the exported model computes in its stored fp32."""
     if report.trained_in == "fp32":
         return []

@@ -7,12 +7,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep.errors import FolderTaken, WrongUse, advice, option, option_with, unknown_name
-from halfstep.files import refuse_taken, storing
-from halfstep.terminal import progress
+from halfstep.errors import (
+    FolderTaken,
+    WrongUse,
+    build_unknown_name_error,
+    choose_caller_wording,
+    format_option,
+    format_option_with_value,
+)
+from halfstep.files import check_file_free, replace_storage_errors
+from halfstep.terminal import display_progress
 
 if TYPE_CHECKING:
-    from halfstep.runs.export import Exported
+    from halfstep.runs.export import ExportedWeights
     from halfstep.runs.export_page import ExportReport
     from halfstep.runs.folder_export import FolderExport
     from halfstep.runs.sharded_export import ShardedExport
@@ -68,19 +75,21 @@ def export(
     # The format given by name, or by the suffix of the file.
     by_suffix = next((kind for kind, suffix in SUFFIXES.items() if file is not None and file.suffix == suffix), None)
     if format is not None and format not in (*SUFFIXES, FOLDER):
-        raise unknown_name(advice("--format", "format"), format, [*SUFFIXES, FOLDER])
+        raise build_unknown_name_error(choose_caller_wording("--format", "format"), format, [*SUFFIXES, FOLDER])
     if format == FOLDER or merge or (format is None and by_suffix is None and _has_layout(folder)):
         return _write_folder(folder, file or folder / FILE, weights, ema, task, merge)
     kind = format or by_suffix or "safetensors"
     file = file or folder / f"{FILE}{SUFFIXES[kind]}"
-    _refuse(folder, file, kind, overwrite)
-    from halfstep.train.run_folder import recipe_in
+    _refuse_output_file(folder, file, kind, overwrite)
+    from halfstep.train.run_folder import find_recipe_file
 
-    recipe_in(folder)  # fails before torch is loaded, which takes seconds
-    from halfstep.runs.export import exported
-    from halfstep.runs.registry import own_task
+    find_recipe_file(folder)  # fails before torch is loaded, which takes seconds
+    from halfstep.runs.export import load_export_weights
+    from halfstep.runs.registry import resolve_own_task
 
-    return _write(exported(folder, weights, ema, None if task is None else own_task(task)), folder, file, kind)
+    return _write_export(
+        load_export_weights(folder, weights, ema, None if task is None else resolve_own_task(task)), folder, file, kind
+    )
 
 
 def export_sharded(
@@ -114,33 +123,33 @@ def export_sharded(
     folder = Path(os.path.expanduser(run))
     place = folder / FILE if out is None else Path(os.path.expanduser(out))
     # The file of an earlier export may have the name: a folder is never replaced.
-    refuse_taken(place, False, do=f"give {option_with('out', 'FOLDER')}, a new one")
-    from halfstep.train.run_folder import recipe_in
+    check_file_free(place, False, do=f"give {format_option_with_value('out', 'FOLDER')}, a new one")
+    from halfstep.train.run_folder import find_recipe_file
 
-    recipe_in(folder)
+    find_recipe_file(folder)
     if _has_layout(folder):
         raise WrongUse(
-            f"{option_with('max_shard_size', max_shard_size)} for a language model",
+            f"{format_option_with_value('max_shard_size', max_shard_size)} for a language model",
             allowed="a folder that transformers loads, in its own shards",
-            do=f"leave {option_with('max_shard_size', max_shard_size)} out",
+            do=f"leave {format_option_with_value('max_shard_size', max_shard_size)} out",
         )
-    from halfstep.runs.registry import own_task
-    from halfstep.runs.sharded_export import bytes_in, export_layout
+    from halfstep.runs.registry import resolve_own_task
+    from halfstep.runs.sharded_export import export_layout, parse_byte_size
 
-    most = bytes_in(max_shard_size)
-    with _storing(place, "FOLDER"):
-        return export_layout(folder, place, most, weights, ema, None if task is None else own_task(task))
+    most = parse_byte_size(max_shard_size)
+    with _replace_write_errors(place, "FOLDER"):
+        return export_layout(folder, place, most, weights, ema, None if task is None else resolve_own_task(task))
 
 
 def _has_layout(run: Path) -> bool:
     """Return whether the task of a run writes folders of another library."""
     from halfstep.recipe.sources import read_recipe
-    from halfstep.runs.registry import task_options
+    from halfstep.runs.registry import import_task_options
     from halfstep.train.run_folder import RECIPE
 
     if not (run / RECIPE).is_file():  # refused later, with a reason
         return False
-    options = task_options(str(read_recipe(str(run / RECIPE)).raw.get("task")))
+    options = import_task_options(str(read_recipe(str(run / RECIPE)).raw.get("task")))
     return bool(getattr(options, "WRITES_FOLDER", False))
 
 
@@ -152,43 +161,43 @@ def _write_folder(
     task: type[Task] | str | os.PathLike[str] | None,
     merge: bool,
 ) -> FolderExport:
-    refuse_taken(place, False, do=f"give {option_with('out', 'FOLDER')}, a new one")
-    from halfstep.train.run_folder import recipe_in
+    check_file_free(place, False, do=f"give {format_option_with_value('out', 'FOLDER')}, a new one")
+    from halfstep.train.run_folder import find_recipe_file
 
-    recipe_in(run)
+    find_recipe_file(run)
     from halfstep.runs.folder_export import export_folder
-    from halfstep.runs.registry import own_task
+    from halfstep.runs.registry import resolve_own_task
 
-    with _storing(place, "FOLDER"):
-        return export_folder(run, place, weights, ema, None if task is None else own_task(task), merge)
+    with _replace_write_errors(place, "FOLDER"):
+        return export_folder(run, place, weights, ema, None if task is None else resolve_own_task(task), merge)
 
 
-def _storing(place: Path, kind: str) -> AbstractContextManager[None]:
-    return storing(
+def _replace_write_errors(place: Path, kind: str) -> AbstractContextManager[None]:
+    return replace_storage_errors(
         f"{place} cannot be written",
         allowed="a folder that this user can write to, with room for the weights",
-        do=f"give {option_with('out', kind)}, in a place of your own",
+        do=f"give {format_option_with_value('out', kind)}, in a place of your own",
     )
 
 
-def _write(found: Exported, run: Path, file: Path, format: str) -> ExportReport:
+def _write_export(found: ExportedWeights, run: Path, file: Path, format: str) -> ExportReport:
     """Write the file, verify it against the model, and return a report."""
     from halfstep._version import __version__
-    from halfstep.runs.export import write as write_checked
+    from halfstep.runs.export import write_verified_file as write_checked
     from halfstep.runs.export_page import ExportedMetric, ExportReport
-    from halfstep.runs.snippet import snippet
+    from halfstep.runs.snippet import build_loading_code
 
     signature = found.signature()
     python, kept = (
-        snippet(found.task, found.model, signature, place, format)
+        build_loading_code(found.task, found.model, signature, place, format)
         # The file's own copy has no path in it: the same weights give the same bytes wherever they are written.
         for place in (file, Path(f"{FILE}{SUFFIXES[format]}"))
     )
     notes = {**found.metadata(), "python": kept, "halfstep": __version__}
-    with _storing(file, "FILE"):
-        with progress("exporting", "steps") as on_progress:
+    with _replace_write_errors(file, "FILE"):
+        with display_progress("exporting", "steps") as on_progress:
             checked = write_checked(found, file, format, notes, on_progress)
-        sha256 = _sha256(file)
+        sha256 = _compute_file_sha256(file)
     return ExportReport(
         run=run,
         file=file,
@@ -212,7 +221,7 @@ def _write(found: Exported, run: Path, file: Path, format: str) -> ExportReport:
     )
 
 
-def _sha256(file: Path) -> str:
+def _compute_file_sha256(file: Path) -> str:
     import hashlib
 
     digest = hashlib.sha256()
@@ -222,45 +231,51 @@ def _sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _refuse(folder: Path, file: Path, format: str, overwrite: bool) -> None:
+def _refuse_output_file(folder: Path, file: Path, format: str, overwrite: bool) -> None:
     """Raise `WrongUse` or `FolderTaken` for an unusable output file, before torch is loaded or anything is written."""
     _refuse_name(file, format)
-    if _is_the_runs_own(folder, file):
+    if _is_own_run_file(folder, file):
         raise FolderTaken(
             f"{file} is the run's own file",
             allowed="another file, in the same folder or elsewhere",
-            do=option_with("out", f"{folder / FILE}{SUFFIXES[format]}"),
+            do=format_option_with_value("out", f"{folder / FILE}{SUFFIXES[format]}"),
         )
-    # A missing run folder has a separate error, raised by `recipe_in`.
+    # A missing run folder has a separate error, raised by `find_recipe_file`.
     if file.parent != folder and not os.path.lexists(file.parent):
         raise FolderTaken(
-            f"{option_with('out', file)}: there is no folder {file.parent}",
+            f"{format_option_with_value('out', file)}: there is no folder {file.parent}",
             allowed="a file in an existing folder",
-            do=f"make the folder, or {option_with('out', f'{folder / FILE}{SUFFIXES[format]}')}",
+            do=f"make the folder, or {format_option_with_value('out', f'{folder / FILE}{SUFFIXES[format]}')}",
         )
-    replaced = advice("--force", option("overwrite"))
-    refuse_taken(file, overwrite, do=f"give {option_with('out', 'FILE')}, with another name", flag=replaced)
+    replaced = choose_caller_wording("--force", format_option("overwrite"))
+    check_file_free(
+        file, overwrite, do=f"give {format_option_with_value('out', 'FILE')}, with another name", flag=replaced
+    )
 
 
 def _refuse_name(file: Path, format: str) -> None:
     suffix = SUFFIXES[format]
     if file.suffix.lower() in PICKLES:
         raise WrongUse(
-            f"{option_with('out', file)}: files of this kind are pickles, which can run code when they are read, "
+            f"{format_option_with_value('out', file)}: files of this kind are pickles, which can run code when they "
+            "are read, "
             "and we write none",
             allowed=f"a name that ends in {' or '.join(SUFFIXES.values())}",
-            do=option_with("out", file.with_suffix(suffix)),
+            do=format_option_with_value("out", file.with_suffix(suffix)),
         )
     if file.suffix != suffix:
         other = next((kind for kind, end in SUFFIXES.items() if end == file.suffix), None)
         raise WrongUse(
-            option_with("out", file) + (f" with {option_with('format', format)}" if other else ""),
+            format_option_with_value("out", file)
+            + (f" with {format_option_with_value('format', format)}" if other else ""),
             allowed=f"for the format {format}, a file name that ends in {suffix}",
-            do=option_with("format", other) if other else option_with("out", file.with_name(file.name + suffix)),
+            do=format_option_with_value("format", other)
+            if other
+            else format_option_with_value("out", file.with_name(file.name + suffix)),
         )
 
 
-def _is_the_runs_own(folder: Path, file: Path) -> bool:
+def _is_own_run_file(folder: Path, file: Path) -> bool:
     from halfstep.checkpoint.paths import CHECKPOINTS
 
     # Resolved, so that a link cannot lead to the run's own weights.

@@ -16,36 +16,52 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from halfstep import distributed
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.errors import HUNG, RUN_FINISHED, BadRecipe, FolderLost, FolderTaken, HalfstepError, RankFailed
-from halfstep.host_memory import nothing_collected
+from halfstep.host_memory import pause_gc
 from halfstep.journal.events import Journal, Listener
-from halfstep.journal.listeners import listeners
+from halfstep.journal.listeners import create_listeners
 from halfstep.journal.prometheus import Prometheus
-from halfstep.ownership import LOCK, Ownership, check_ownership, owner_of
-from halfstep.recipe.changes import different, listed
-from halfstep.recipe.resolve import Resolved
-from halfstep.recipe.sources import read_recipe, recipe_of
-from halfstep.runs.registry import task_class
-from halfstep.runs.resolve import Settings, accepted_changes, in_short, resolved_recipe
-from halfstep.status_files import rank_of_file
-from halfstep.status_line import Now, OnProgress, unwatched
-from halfstep.terminal import progress, say, screen
-from halfstep.train.checkpointing import check_writing
-from halfstep.train.give_up import fit_command
-from halfstep.train.lost_ranks import LostRanks, lost_ranks_named
-from halfstep.train.microbatches import division_notes, for_ranks
-from halfstep.train.process_group import rng_preserved, together
-from halfstep.train.resume import Resumed, find, resume_from
-from halfstep.train.run import Run, finished_run, make_loop, train
-from halfstep.train.run_folder import NEW, UNFINISHED, FolderLock, State, keep_recipe, open_run, run_dir, unfinish
-from halfstep.train.signals import Stopping
-from halfstep.train.status import Launch, RankStatus, begin, may_be_restarted, restart_count, status_saved
-from halfstep.train.task import Task, no_progress
-from halfstep.train.watchdog import ENDING, MARGIN, Beat, OnHang, Watchdog, end_hung, set_group_timeout
+from halfstep.ownership import LOCK, FolderOwnership, check_ownership, find_ownership
+from halfstep.recipe.changes import format_change_list, list_differences
+from halfstep.recipe.resolve import ResolvedRecipe
+from halfstep.recipe.sources import build_raw_recipe, read_recipe
+from halfstep.runs.registry import find_task_class
+from halfstep.runs.resolve import Settings, list_accepted_changes, resolve_run_recipe, summarize_choices
+from halfstep.status_files import parse_status_rank
+from halfstep.status_line import Now, OnProgress, ignore_status
+from halfstep.terminal import create_console, display_progress, print_plain_text
+from halfstep.train.checkpointing import check_folder_writable
+from halfstep.train.give_up import format_fit_call
+from halfstep.train.lost_ranks import LostRanks, name_lost_ranks
+from halfstep.train.microbatches import adapt_microbatches, describe_divided_microbatches
+from halfstep.train.process_group import join_process_group, preserve_rng
+from halfstep.train.resume import ResumeRecord, find_checkpoint, resume_from
+from halfstep.train.run import Run, make_loop, read_finished_run, run_training
+from halfstep.train.run_folder import (
+    NEW,
+    UNFINISHED,
+    FolderLock,
+    State,
+    choose_run_dir,
+    open_run,
+    remove_result,
+    write_run_recipe,
+)
+from halfstep.train.signals import StopSignalHandler
+from halfstep.train.status import (
+    Launch,
+    RankStatus,
+    begin_attempt,
+    can_be_restarted,
+    count_restarts,
+    record_rank_status,
+)
+from halfstep.train.task import Task, ignore_progress
+from halfstep.train.watchdog import ENDING, MARGIN, Beat, OnHang, Watchdog, end_hung_process, set_group_timeout
 
 if TYPE_CHECKING:
-    from halfstep.train.remote import Remote
+    from halfstep.train.remote import RemoteCheckpoints
 
 MEGABYTE = 10**6
 
@@ -86,28 +102,32 @@ def fit(
     Raises:
         HalfstepError: The recipe, the data or the folder is not usable.
     """
-    accepted = accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
-    found = recipe_of(recipe) if isinstance(recipe, Mapping) else read_recipe(str(recipe))
+    accepted = list_accepted_changes(new, accept_data_change, accept_recipe_change, extend, rewarm)
+    found = build_raw_recipe(recipe) if isinstance(recipe, Mapping) else read_recipe(str(recipe))
     if precision is not None:
         settings = (
             {**settings, "precision": precision}
             if isinstance(settings, Mapping)
             else [*settings, f"precision={precision}"]
         )
-    resolved = resolved_recipe(found, settings, schema=None if task is None else _class(task).schema)
+    resolved = resolve_run_recipe(found, settings, schema=None if task is None else _find_task_type(task).schema)
     try:
-        return launch(resolved, task=task, new=new, quiet=quiet, command=fit_command(recipe), accepted=accepted)
+        return launch(resolved, task=task, new=new, quiet=quiet, command=format_fit_call(recipe), accepted=accepted)
     except HalfstepError as error:
-        finished = finished_run(run_dir(resolved.recipe, resolved.label)) if error.id == RUN_FINISHED else None
+        finished = (
+            read_finished_run(choose_run_dir(resolved.recipe, resolved.label)) if error.id == RUN_FINISHED else None
+        )
         if finished is None:
             raise
     if not quiet and distributed.rank() == 0:
-        say(f"{finished.dir} contains this run, finished: nothing was trained; fit(..., new=True) trains it again")
+        print_plain_text(
+            f"{finished.dir} contains this run, finished: nothing was trained; fit(..., new=True) trains it again"
+        )
     return finished
 
 
 def launch(
-    resolved: Resolved,
+    resolved: ResolvedRecipe,
     *,
     task: Task | type[Task] | None,
     new: bool,
@@ -115,7 +135,7 @@ def launch(
     command: str,
     notes: Sequence[str] = (),
     accepted: Collection[str] = (),
-    now: Now = unwatched,
+    now: Now = ignore_status,
     on_hang: OnHang | None = None,
 ) -> Run:
     """Train a complete recipe on every rank that torchrun or srun started, or resume an earlier launch.
@@ -123,19 +143,19 @@ def launch(
     `now` receives the current activity until the run emits its own events. `on_hang` ends a process that makes no
     progress; without it there is a warning, unless the process is one of several ranks that this call joined.
     """
-    with nothing_collected():
+    with pause_gc():
         # Imports create many objects that stay; the garbage collector would scan them again and again.
-        kind = task_class(resolved.recipe.task) if task is None else _class(task)
+        kind = find_task_class(resolved.recipe.task) if task is None else _find_task_type(task)
     with _run_session(resolved, kind, new=new, accepted=accepted, now=now, on_hang=on_hang) as session:
         recipe, folder, journal, status = session.recipe, session.folder, session.journal, session.status
         remote = session.remote
         with session.preparing():
             if recipe.checkpoint.remote is not None:
-                distributed.rank_zero_or_raise(lambda: _claim(remote, folder, status.launch.token))
+                distributed.run_on_rank_zero(lambda: _claim_remote(remote, folder, status.launch.token))
             # Read before the loop is built: a resumed run takes its measurements and remedies from the checkpoint.
-            found = find(folder) if session.state == UNFINISHED else None
+            found = find_checkpoint(folder) if session.state == UNFINISHED else None
             now("reading the data, building the model")
-            with nothing_collected(), _show_progress(quiet, now) as on_progress:
+            with pause_gc(), _show_progress(quiet, now) as on_progress:
                 loop = make_loop(
                     _prepare_task(task, kind, recipe),
                     recipe,
@@ -155,20 +175,20 @@ def launch(
             session.beat("restoring", 0)
             unfinished, finished = session.state == UNFINISHED, session.result
             resumed = resume_from(loop, found, folder, accepted, finished) if unfinished else None
-            check_writing(folder, loop.live, status.launch.token)
-            journal.begin(_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
+            check_folder_writable(folder, loop.live, status.launch.token)
+            journal.begin(_create_listeners(folder, recipe, quiet, resumed), resumed.seconds if resumed else 0.0)
             for metrics in journal.listeners:
                 if isinstance(metrics, Prometheus):
                     status.on_end = metrics.ended
         with session.training():
             if distributed.rank() == 0:  # only after the checkpoint was found to fit
-                unfinish(folder)
-                keep_recipe(folder, recipe)
+                remove_result(folder)
+                write_run_recipe(folder, recipe)
             # A resumed run keeps its own recipe; only values that still apply are reported.
             chosen = [one for one in resolved.sizing if attrgetter(one.key)(recipe) == one.value]
-            in_parts = division_notes(recipe, status.launch.divided_by, loop.model)
-            all_notes = [*notes, *resolved.notes, *in_parts, *in_short(chosen)]
-            return train(
+            in_parts = describe_divided_microbatches(recipe, status.launch.divided_by, loop.model)
+            all_notes = [*notes, *resolved.notes, *in_parts, *summarize_choices(chosen)]
+            return run_training(
                 loop,
                 folder,
                 label=resolved.label,
@@ -190,12 +210,12 @@ class RunSession:
     state: State
     result: dict[str, object] | None
     """The result of a finished run that is extended."""
-    stopping: Stopping
+    stopping: StopSignalHandler
     journal: Journal
     status: RankStatus
     beat: Beat
     lost: LostRanks
-    remote: Remote | None
+    remote: RemoteCheckpoints | None
     """The copy of the checkpoints in an object store, on rank 0."""
 
     @contextmanager
@@ -206,20 +226,20 @@ class RunSession:
         with (
             _remove_unless_started(self.folder, self.state),
             _name_lost_folder(self.folder) if is_kept else contextlib.nullcontext(),
-            lost_ranks_named(self.lost),
+            name_lost_ranks(self.lost),
         ):
             yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Name a lost folder and lost ranks."""
-        with _name_lost_folder(self.folder), lost_ranks_named(self.lost):
+        with _name_lost_folder(self.folder), name_lost_ranks(self.lost):
             yield
 
 
 @contextmanager
 def _run_session(
-    resolved: Resolved,
+    resolved: ResolvedRecipe,
     kind: type[Task],
     *,
     new: bool,
@@ -231,11 +251,11 @@ def _run_session(
     # The order matters: `_open_run` is collective and needs the process group, and signals must be caught around both.
     options = resolved.recipe.world
     with (
-        _store_copy(resolved.recipe) as remote,
-        Stopping() as stopping,
-        lost_ranks_named(),
-        together(options.start_timeout + MARGIN, ends_process=on_hang is not None) as joined,
-        rng_preserved(),
+        _open_store_copy(resolved.recipe) as remote,
+        StopSignalHandler() as stopping,
+        name_lost_ranks(),
+        join_process_group(options.start_timeout + MARGIN, ends_process=on_hang is not None) as joined,
+        preserve_rng(),
         _require_same_settings(resolved),
         _open_run(resolved, new, accepted, now, remote) as opened,
     ):
@@ -245,34 +265,34 @@ def _run_session(
         watchdog = Watchdog(
             status,
             options,
-            on_hang=end_hung if joined else on_hang,
+            on_hang=end_hung_process if joined else on_hang,
             on_limit=set_group_timeout if joined else lambda limit: None,
             on_ending=joined.release if joined else lambda: None,
             peers=joined.peers if joined else None,
         )
-        beat = _watch_folder(folder, watchdog.beat)
+        beat = _build_owned_beat(folder, watchdog.beat)
         stopping.record_leaving(functools.partial(status.ended, within=1.0))
         if joined:
-            joined.on_lost = functools.partial(_end_lost, status)
+            joined.on_lost = functools.partial(_end_lost_rank, status)
         lost = LostRanks(folder, status.launch.token, joined)
         # Once more inside: the status gets the exit code of an error raised there.
-        with status_saved(status), watchdog, contextlib.closing(journal):
+        with record_rank_status(status), watchdog, contextlib.closing(journal):
             yield RunSession(recipe, folder, opened.state, opened.result, stopping, journal, status, beat, lost, remote)
 
 
-def _end_lost(status: RankStatus, reason: str) -> None:
+def _end_lost_rank(status: RankStatus, reason: str) -> None:
     status.ended(HUNG, reason, within=0.5)
-    end_hung(reason)
+    end_hung_process(reason)
 
 
-def _watch_folder(folder: Path, beat: Beat) -> Beat:
+def _build_owned_beat(folder: Path, beat: Beat) -> Beat:
     """Return `beat`, which also raises FolderLost if a heartbeat found that the folder is no longer the run's."""
 
-    owner = owner_of(folder)
+    owner = find_ownership(folder)
 
     def beat_while_owned(phase: str, step: int) -> None:
         nonlocal owner
-        owner = owner or owner_of(folder)  # a rank other than 0 may claim the folder later
+        owner = owner or find_ownership(folder)  # a rank other than 0 may claim the folder later
         if owner is not None:
             owner.raise_if_lost()
         beat(phase, step)
@@ -295,27 +315,27 @@ def _name_lost_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _require_same_settings(resolved: Resolved) -> Iterator[None]:
+def _require_same_settings(resolved: ResolvedRecipe) -> Iterator[None]:
     """Raise BadRecipe on all ranks where one was started with other settings, or another torch, than rank 0.
 
     Rank 0's recipe is used on all ranks: a setting that another rank was given would lose without a word.
     """
-    if distributed.size() == 1:
+    if distributed.count_ranks() == 1:
         yield
         return
     mine = {"torch": str(torch.__version__), **resolved.recipe.model_dump(mode="json")}
-    theirs = distributed.rank_zero_or_raise(lambda: {"given": mine, "drawn": sorted(resolved.drawn)})
+    theirs = distributed.run_on_rank_zero(lambda: {"given": mine, "drawn": sorted(resolved.drawn)})
 
     def compare() -> None:
-        lines = different(theirs["given"], mine, ignore={*theirs["drawn"], *resolved.drawn})
+        lines = list_differences(theirs["given"], mine, ignore={*theirs["drawn"], *resolved.drawn})
         if lines:
             raise BadRecipe(
-                listed("started differently from rank 0:", lines),
+                format_change_list("started differently from rank 0:", lines),
                 allowed="the same command and the same versions on every rank",
                 do="start all ranks with the command of rank 0",
             )
 
-    distributed.fail_together(compare)
+    distributed.run_with_shared_errors(compare)
     yield
 
 
@@ -331,25 +351,25 @@ class OpenedRun(NamedTuple):
 
 
 @contextmanager
-def _store_copy(recipe: Any) -> Iterator[Remote | None]:
+def _open_store_copy(recipe: Any) -> Iterator[RemoteCheckpoints | None]:
     """Yield the copy of the checkpoints in an object store, on rank 0; its process starts before anything else."""
     if recipe.checkpoint.remote is None:
         yield None
         return
-    from halfstep.train.remote import remote_of  # not loaded for plain paths
+    from halfstep.train.remote import open_remote_checkpoints  # not loaded for plain paths
 
-    with remote_of(recipe) as remote:
+    with open_remote_checkpoints(recipe) as remote:
         yield remote
 
 
-def _claim(remote: Remote | None, folder: Path, launch: str) -> None:
+def _claim_remote(remote: RemoteCheckpoints | None, folder: Path, launch: str) -> None:
     if remote is not None:
         remote.claim(folder, launch)
 
 
 @contextmanager
 def _open_run(
-    resolved: Resolved, new: bool, accepted: Collection[str], now: Now, remote: Remote | None
+    resolved: ResolvedRecipe, new: bool, accepted: Collection[str], now: Now, remote: RemoteCheckpoints | None
 ) -> Iterator[OpenedRun]:
     """Open and lock the run's folder on rank 0 for all ranks."""
     held: list[FolderLock] = []
@@ -368,29 +388,31 @@ def _open_run(
         except FolderTaken as taken:
             if taken.id == RUN_FINISHED and remote is not None:
                 # The last upload may have failed.
-                news = remote.complete(run_dir(resolved.recipe, resolved.label), now)
+                news = remote.complete(choose_run_dir(resolved.recipe, resolved.label), now)
                 now("")
                 if news:
-                    screen(stderr=True).print(news)
+                    create_console(stderr=True).print(news)
             raise
         held.append(opened.lock)
-        newest = max((one.attempt for one in generations(opened.path / CHECKPOINTS)), default=-1)
-        launched = begin(opened.path, newest, restart_count(), opened.recipe.train.batch_size, accepted)
+        newest = max((one.attempt for one in list_generations(opened.path / CHECKPOINTS)), default=-1)
+        launched = begin_attempt(opened.path, newest, count_restarts(), opened.recipe.train.batch_size, accepted)
         launched = replace(launched, token=opened.lock.token)
         # Sent to the other ranks as plain data.
-        recipe = for_ranks(opened.recipe, distributed.size(), launched.divided_by)
+        recipe = adapt_microbatches(opened.recipe, distributed.count_ranks(), launched.divided_by)
         return recipe.model_dump(mode="json"), asdict(launched), opened.state, opened.result
 
     try:
-        recipe, launch, state, result = distributed.rank_zero_or_raise(open_it)
+        recipe, launch, state, result = distributed.run_on_rank_zero(open_it)
         opened = OpenedRun(recipe, Launch(**launch), state, result)
         folder = Path(opened.recipe["run"]["dir"])
         if distributed.rank() > 0:
-            Ownership.joined(folder, opened.launch.token)  # again in `check_writing`, where a network disk is late
+            FolderOwnership.joined(
+                folder, opened.launch.token
+            )  # again in `check_folder_writable`, where a network disk is late
         try:
             yield opened
         finally:
-            owner = owner_of(folder)
+            owner = find_ownership(folder)
             if owner is not None:
                 owner.release()
     finally:
@@ -407,10 +429,10 @@ def _show_progress(quiet: bool, now: Now) -> Iterator[OnProgress]:
         def on_progress(done: int, of: int) -> None:
             if not bars:
                 now("")
-                bars.append(stack.enter_context(progress("getting ready", "samples")))
+                bars.append(stack.enter_context(display_progress("getting ready", "samples")))
             bars[0](done, of)
 
-        yield no_progress if quiet or distributed.rank() > 0 else on_progress
+        yield ignore_progress if quiet or distributed.rank() > 0 else on_progress
 
 
 @contextmanager
@@ -423,13 +445,13 @@ def _remove_unless_started(folder: Path, state: str) -> Iterator[None]:
         if distributed.rank() == 0 and state == NEW and not (folder / CHECKPOINTS).exists():
             with contextlib.suppress(OSError, FolderLost):
                 check_ownership(folder)
-                _clear(folder)
+                _clear_folder(folder)
         raise
 
 
-def _clear(folder: Path) -> None:
+def _clear_folder(folder: Path) -> None:
     """Remove a folder without work; where the run may be restarted its status stays, by which restarts are counted."""
-    if not may_be_restarted():
+    if not can_be_restarted():
         shutil.rmtree(folder, ignore_errors=True)
         return
     with contextlib.suppress(OSError):
@@ -437,11 +459,11 @@ def _clear(folder: Path) -> None:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             # The lock too: without it, the last status would not be written.
-            elif rank_of_file(entry.name) is None and entry.name != LOCK:
+            elif parse_status_rank(entry.name) is None and entry.name != LOCK:
                 entry.unlink()
 
 
-def _class(task: Task | type[Task]) -> type[Task]:
+def _find_task_type(task: Task | type[Task]) -> type[Task]:
     return task if isinstance(task, type) else type(task)
 
 
@@ -454,12 +476,12 @@ def _prepare_task(task: Task | type[Task] | None, kind: type[Task], recipe: Any)
     return given
 
 
-def _listeners(folder: Path, recipe: Any, quiet: bool, resumed: Resumed | None) -> list[Listener]:
+def _create_listeners(folder: Path, recipe: Any, quiet: bool, resumed: ResumeRecord | None) -> list[Listener]:
     # Rank 0 alone writes the journal and the console.
     if distributed.rank() > 0:
         return []
-    console = None if quiet else screen()
-    return listeners(
+    console = None if quiet else create_console()
+    return create_listeners(
         folder,
         tracker=recipe.run.tracker,
         console=console,

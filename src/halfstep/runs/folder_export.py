@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep import numbers
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.errors import WrongUse
-from halfstep.files import making_folder
+from halfstep.files import create_folder_atomically
 from halfstep.page import Code, Items, Page, Paragraph, Span
-from halfstep.printable import in_line
-from halfstep.runs.export import exported
-from halfstep.train.task import LeftOut, Task
+from halfstep.printable import escape_to_one_line
+from halfstep.runs.export import load_export_weights
+from halfstep.train.task import MissingTaskMethod, Task
 
 
 @dataclass(frozen=True)
-class FolderExport(ShownAsPage):
+class FolderExport(PageResult):
     """A folder that was written, where its weights come from, and how to use it."""
 
     run: Path
@@ -39,21 +39,23 @@ class FolderExport(ShownAsPage):
         moment += [f"epoch {self.epoch}"] if self.epoch is not None else []
         origin = f"from {self.source}{', averaged' if self.averaged else ''}"
         origin += f" ({', '.join(moment)})" if moment else ""
-        size = f"{len(self.files)} files, {numbers.size(self.bytes)}"
+        size = f"{len(self.files)} files, {numbers.format_bytes(self.bytes)}"
         lines = [origin, *self.lines]
-        place = Paragraph((Span(in_line(self.folder), strong=True), f": {size}"), gap=True, wrap=False)
-        return Page(f"export of {self.run}", (Code(self.python, "python"), place, Items(tuple(map(in_line, lines)))))
+        place = Paragraph((Span(escape_to_one_line(self.folder), strong=True), f": {size}"), gap=True, wrap=False)
+        return Page(
+            f"export of {self.run}", (Code(self.python, "python"), place, Items(tuple(map(escape_to_one_line, lines))))
+        )
 
 
 def export_folder(
     run: Path, place: Path, weights: str | None, ema: bool | None, own: type[Task] | None, merge: bool
 ) -> FolderExport:
     """Write the folder, complete or not at all. Raise `WrongUse` for a task without such a layout."""
-    found = exported(run, weights, ema, own)
+    found = load_export_weights(run, weights, ema, own)
     try:
-        with making_folder(place) as draft:
+        with create_folder_atomically(place) as draft:
             lines = found.task.write_folder(found.model, draft, merge)
-    except LeftOut:
+    except MissingTaskMethod:
         raise WrongUse(
             f"a folder of transformers for the task {found.task.recipe.task}",
             allowed="the task text",
@@ -61,11 +63,11 @@ def export_folder(
         ) from None
     files = sorted(path.name for path in place.iterdir())
     size = sum(path.stat().st_size for path in place.iterdir())
-    python = _code(place, "adapter_config.json" in files)
+    python = _format_loading_code(place, "adapter_config.json" in files)
     return FolderExport(run, place, found.source, found.step, found.epoch, found.averaged, files, size, lines, python)
 
 
-def _code(place: Path, adapter: bool) -> str:
+def _format_loading_code(place: Path, adapter: bool) -> str:
     kind, package = ("AutoPeftModelForCausalLM", "peft") if adapter else ("AutoModelForCausalLM", "transformers")
     return "\n".join(
         (

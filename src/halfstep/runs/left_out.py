@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfstep.page import Paragraph, Span
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,6 @@ class LeftOutFile:
     reason: str
 
 
-def left_out_line(one: LeftOutFile) -> Paragraph:
+def build_left_out_line(one: LeftOutFile) -> Paragraph:
     """Return a line about the file."""
-    return Paragraph((Span("left out", "warn"), in_line(f" {one.file}: {one.reason}")), wrap=False)
+    return Paragraph((Span("left out", "warn"), escape_to_one_line(f" {one.file}: {one.reason}")), wrap=False)

@@ -13,12 +13,12 @@ from halfstep import status_files
 from halfstep.errors import GAVE_UP, INTERRUPTED, TRY_AGAIN, BadData
 from halfstep.files import LARGEST_JSON, read_json
 from halfstep.journal.events import END, EPOCH, START, STEP, Event
-from halfstep.journal.jsonl import JOURNAL, lines_backwards, parts_of, read_event
-from halfstep.journal.thinning import number
+from halfstep.journal.jsonl import JOURNAL, iterate_lines_backwards, list_journal_parts, parse_event
+from halfstep.journal.thinning import parse_journal_number
 from halfstep.runs.listing_page import Listing, RunRow
-from halfstep.status_files import StatusFile, read_status, status_file, timestamp
+from halfstep.status_files import RankStatusRecord, name_status_file, parse_timestamp, read_status
 
-RECIPE, RESULT, STATUS = "recipe.yaml", "result.json", status_file(0)
+RECIPE, RESULT, STATUS = "recipe.yaml", "result.json", name_status_file(0)
 """Files of a run; their modules load the schema of recipes or torch."""
 MOST_ENTRIES = 100_000
 """Entries of a folder that are looked at."""
@@ -60,15 +60,15 @@ def runs(folder: str | os.PathLike[str] = "runs", most: int = 50) -> Listing:
     """
     folder = Path(folder)
     try:
-        places = [folder] if is_run(folder) else _folders(folder)
+        places = [folder] if is_run(folder) else _list_folders(folder)
     except OSError as error:
         raise BadData(
             f"cannot list the folder {folder}: {error.strerror or error}",
             allowed="a folder of runs",
             do="give the folder that contains them, such as the parent of run.dir",
         ) from None
-    found = sorted(((_last_write_time(place), place) for place in places if is_run(place)), reverse=True)
-    rows = [_row(place, at) for at, place in found[:most]]
+    found = sorted(((_find_last_write_time(place), place) for place in places if is_run(place)), reverse=True)
+    rows = [_read_run_row(place, at) for at, place in found[:most]]
     return Listing(folder, rows, len(found) - len(rows), len(places) - len(found))
 
 
@@ -85,7 +85,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _folders(folder: Path) -> list[Path]:
+def _list_folders(folder: Path) -> list[Path]:
     found = []
     with os.scandir(folder) as entries:
         for _, entry in zip(range(MOST_ENTRIES), entries, strict=False):
@@ -94,7 +94,7 @@ def _folders(folder: Path) -> list[Path]:
     return found
 
 
-def _last_write_time(run: Path) -> float:
+def _find_last_write_time(run: Path) -> float:
     """Return when a run wrote last."""
     times = [0.0]
     for name in (JOURNAL, STATUS, RESULT, RECIPE):
@@ -105,34 +105,35 @@ def _last_write_time(run: Path) -> float:
     return max(times)
 
 
-def _row(run: Path, written_at: float) -> RunRow:
-    result, last = _fields(read_json(run / RESULT)), _read_last_events(run / JOURNAL)
-    state = state_of(run, last.get(END, {}))
+def _read_run_row(run: Path, written_at: float) -> RunRow:
+    result, last = _parse_fields(read_json(run / RESULT)), _read_last_events(run / JOURNAL)
+    state = read_run_state(run, last.get(END, {}))
     start, step = last.get(START, {}), last.get(STEP, {})
-    best = _fields((result or last.get(EPOCH, {})).get("best"))
-    value = number(best.get("value"))
-    seconds = max((number(event.get("time")) for event in last.values()), default=0.0)
+    best = _parse_fields((result or last.get(EPOCH, {})).get("best"))
+    value = parse_journal_number(best.get("value"))
+    seconds = max((parse_journal_number(event.get("time")) for event in last.values()), default=0.0)
     return RunRow(
         name=run.name or str(run),
         state=state.word,
         why=state.why,
-        precision=_word(result.get("precision")) or _word(_fields(start.get("precision")).get("chosen")),
-        metric=_word(best.get("metric")) or _word(_fields(start.get("metric")).get("name")),
+        precision=_parse_word(result.get("precision"))
+        or _parse_word(_parse_fields(start.get("precision")).get("chosen")),
+        metric=_parse_word(best.get("metric")) or _parse_word(_parse_fields(start.get("metric")).get("name")),
         value=value if abs(value) < float("inf") else None,
-        steps=_count(step.get("attempt")),
-        planned=_count(start.get("steps")),
-        skips=_skips(step, result),
+        steps=_parse_count(step.get("attempt")),
+        planned=_parse_count(start.get("steps")),
+        skips=_count_skipped_steps(step, result),
         seconds=seconds if 0.0 < seconds < float("inf") else None,
         age=max(0.0, time.time() - written_at),
     )
 
 
-def state_of(run: Path, end: Event) -> RunState:
+def read_run_state(run: Path, end: Event) -> RunState:
     """Return the state of a run from its result, its status and the end in its journal, if its last launch has one."""
-    status = read_status(run, 0) or StatusFile()
+    status = read_status(run, 0) or RankStatusRecord()
     if status.state == status_files.RUNNING:
-        return _state_without_end(status)
-    why = _word(status.reason) or _word(end.get("error")) or ""
+        return _infer_run_state(status)
+    why = _parse_word(status.reason) or _parse_word(end.get("error")) or ""
     if status.code is not None:
         return RunState(_BY_CODE.get(status.code, FAILED), why)
     if end or read_json(run / RESULT) is not None:
@@ -141,15 +142,15 @@ def state_of(run: Path, end: Event) -> RunState:
     return RunState(KILLED, "it ended without writing a result") if begun else RunState(NOT_BEGUN, "")
 
 
-def _state_without_end(status: StatusFile) -> RunState:
+def _infer_run_state(status: RankStatusRecord) -> RunState:
     """Return the state of a run that wrote no end."""
-    running = RunState(RUNNING, _word(status.phase) or "")
+    running = RunState(RUNNING, _parse_word(status.phase) or "")
     if status.is_of_this_host and status.pid is not None:
         gone = RunState(KILLED, "its process is gone and wrote no result")
-        return gone if status.is_gone(timestamp(status.since)) else running
+        return gone if status.is_gone(parse_timestamp(status.since)) else running
     if time.time() - status.written_at < SILENT_AFTER:
         return running
-    return RunState(SILENT, f"no heartbeat from {_word(status.host) or 'its host'}")
+    return RunState(SILENT, f"no heartbeat from {_parse_word(status.host) or 'its host'}")
 
 
 def _read_last_events(path: Path) -> dict[str, Event]:
@@ -157,47 +158,47 @@ def _read_last_events(path: Path) -> dict[str, Event]:
     found: dict[str, Event] = {}
     try:
         left = LARGEST_TAIL
-        for line in lines_backwards(path):
+        for line in iterate_lines_backwards(path):
             left -= len(line) + 1
-            kind = _kind(line)
-            if kind in _KINDS and kind not in found and (event := read_event(line)):
+            kind = _parse_event_kind(line)
+            if kind in _KINDS and kind not in found and (event := parse_event(line)):
                 found[kind] = event
             if START in found or left < 0:
                 break
-        return found if START in found else found | _first_start(path)
+        return found if START in found else found | _read_first_start(path)
     except (OSError, ValueError):
         return found
 
 
-def _kind(line: bytes) -> str:
+def _parse_event_kind(line: bytes) -> str:
     """Return the kind of a line's event, from its first bytes where halfstep wrote it: most lines are not read."""
     if line.startswith(_OWN_BEGIN):
         return line[len(_OWN_BEGIN) : line.find(b'"', len(_OWN_BEGIN))].decode(errors="replace")
-    event = read_event(line)
+    event = parse_event(line)
     return "" if event is None else str(event["event"])
 
 
-def _first_start(path: Path) -> dict[str, Event]:
-    with parts_of(path)[0].path.open("rb") as file:
-        event = read_event(file.readline(LARGEST_JSON))
+def _read_first_start(path: Path) -> dict[str, Event]:
+    with list_journal_parts(path)[0].path.open("rb") as file:
+        event = parse_event(file.readline(LARGEST_JSON))
     return {START: event} if event is not None and event["event"] == START else {}
 
 
-def _skips(step: Event, result: Mapping[str, object]) -> int | None:
-    attempt, applied = _count(step.get("attempt")), _count(step.get("step"))
+def _count_skipped_steps(step: Event, result: Mapping[str, object]) -> int | None:
+    attempt, applied = _parse_count(step.get("attempt")), _parse_count(step.get("step"))
     if attempt is not None and applied is not None:
         return max(0, attempt - applied)
-    counts = [_count(count) for count in _fields(result.get("skipped")).values()]
+    counts = [_parse_count(count) for count in _parse_fields(result.get("skipped")).values()]
     return sum(count for count in counts if count) if result else None
 
 
-def _fields(value: object) -> dict[str, object]:
+def _parse_fields(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _word(value: object) -> str | None:
+def _parse_word(value: object) -> str | None:
     return value[:LONGEST] if isinstance(value, str) and value else None
 
 
-def _count(value: object) -> int | None:
+def _parse_count(value: object) -> int | None:
     return value if type(value) is int and 0 <= value < 2**53 else None

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from halfstep import numbers
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.page import Block, Column, Page, Paragraph, Table
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 
 _COLUMNS = (
     Column("run", wrap="cut", widest=40),
@@ -45,7 +45,7 @@ class RunRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Listing(ShownAsPage):
+class Listing(PageResult):
     """The newest runs of a folder, and how many others there are."""
 
     json_keys: ClassVar = ("folder", "runs", "more", "other_folders")
@@ -59,36 +59,36 @@ class Listing(ShownAsPage):
 
     def page(self) -> Page:
         """Return a table of the runs, and how many others there are."""
-        return Page(f"runs in {self.folder}", tuple(_blocks(self)))
+        return Page(f"runs in {self.folder}", tuple(_build_listing_blocks(self)))
 
 
-def _blocks(found: Listing) -> Iterator[Block]:
+def _build_listing_blocks(found: Listing) -> Iterator[Block]:
     if found.runs:
-        yield Table(_COLUMNS, tuple(map(_cells, found.runs)))
+        yield Table(_COLUMNS, tuple(map(_format_cells, found.runs)))
     else:
-        yield Paragraph(f"no runs in {in_line(found.folder)}", wrap=False)
+        yield Paragraph(f"no runs in {escape_to_one_line(found.folder)}", wrap=False)
     if found.more:
         yield Paragraph(f"{found.more:,} more: --most {found.more + len(found.runs)}")
     if found.other_folders:
-        yield Paragraph(f"{numbers.several(found.other_folders, 'other folder')} without a run")
+        yield Paragraph(f"{numbers.format_counted_noun(found.other_folders, 'other folder')} without a run")
 
 
-def _cells(row: RunRow) -> tuple[str, ...]:
-    metric = "" if row.metric is None else in_line(row.metric)[:12]
-    value = "" if row.value is None else f" {numbers.value(row.value)}"
+def _format_cells(row: RunRow) -> tuple[str, ...]:
+    metric = "" if row.metric is None else escape_to_one_line(row.metric)[:12]
+    value = "" if row.value is None else f" {numbers.format_metric_value(row.value)}"
     return (
-        in_line(row.name),
+        escape_to_one_line(row.name),
         row.state,
-        in_line(row.precision or "")[:12],
+        escape_to_one_line(row.precision or "")[:12],
         f"{metric}{value}",
         "" if row.steps is None else f"{row.steps:,}" + (f"/{row.planned:,}" if row.planned else ""),
         "" if row.skips is None else f"{row.skips:,}",
-        "" if row.seconds is None else numbers.clock(row.seconds),
-        _ago(row.age),
+        "" if row.seconds is None else numbers.format_clock(row.seconds),
+        _format_age(row.age),
     )
 
 
-def _ago(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     """Return an age in its largest unit."""
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:

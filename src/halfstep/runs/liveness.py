@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from halfstep.errors import HUNG, SOFTWARE, TRY_AGAIN, BadData
 from halfstep.files import read_json
-from halfstep.status_files import ENDED, StatusFile, read_status
+from halfstep.status_files import ENDED, RankStatusRecord, read_status
 
 RESULT = "result.json"
 MOVING, SILENT = "moving", "silent"
@@ -75,10 +75,10 @@ def judge_run(folder: Path, max_age: float, rank: int | None = None) -> RunLiven
             do="give the run's own folder; `halfstep runs DIR` lists those of a folder",
         )
     ranks = _judge_ranks(folder, statuses, max_age)
-    return _judge(folder, ranks, {rank for rank, status in statuses.items() if status and status.restartable})
+    return _judge_liveness(folder, ranks, {rank for rank, status in statuses.items() if status and status.restartable})
 
 
-def _read_statuses(folder: Path) -> dict[int, StatusFile | None]:
+def _read_statuses(folder: Path) -> dict[int, RankStatusRecord | None]:
     """Return the statuses of all ranks of the last launch; None for ranks that have not written."""
     found = {0: read_status(folder, 0)}
     world, launch = (found[0].world or 1, found[0].launch) if found[0] else (1, None)
@@ -89,7 +89,7 @@ def _read_statuses(folder: Path) -> dict[int, StatusFile | None]:
     return found
 
 
-def _judge_ranks(folder: Path, statuses: Mapping[int, StatusFile | None], max_age: float) -> list[RankLiveness]:
+def _judge_ranks(folder: Path, statuses: Mapping[int, RankStatusRecord | None], max_age: float) -> list[RankLiveness]:
     judged: dict[int, RankLiveness] = {}
     watched: dict[int, float] = {}
     """The seconds for which a rank is watched at most."""
@@ -97,23 +97,23 @@ def _judge_ranks(folder: Path, statuses: Mapping[int, StatusFile | None], max_ag
     grace = min(max_age, max(FOR_A_BEAT, 2 * len(statuses) / RANKS_A_SECOND))
     for rank, status in statuses.items():
         if status is not None and status.state == ENDED:
-            judged[rank] = _ended_rank(rank, status)
+            judged[rank] = _build_ended_rank(rank, status)
             continue
         if status is None or not status.is_of_this_host:
             watched[rank] = max_age
         elif _is_gone(status):
             watched[rank] = grace
         elif (age := now - status.written_at) > max_age:
-            judged[rank] = _running_rank(rank, status, SILENT, age, f"no heartbeat for {age:.0f} s")
+            judged[rank] = _build_rank_liveness(rank, status, SILENT, age, f"no heartbeat for {age:.0f} s")
         elif age < 0.0:
             watched[rank] = grace
         else:
-            judged[rank] = _running_rank(rank, status, MOVING, age, "")
-    return [(judged | _watch(folder, statuses, watched))[rank] for rank in statuses]
+            judged[rank] = _build_rank_liveness(rank, status, MOVING, age, "")
+    return [(judged | _watch_ranks(folder, statuses, watched))[rank] for rank in statuses]
 
 
-def _watch(
-    folder: Path, statuses: Mapping[int, StatusFile | None], limits: Mapping[int, float]
+def _watch_ranks(
+    folder: Path, statuses: Mapping[int, RankStatusRecord | None], limits: Mapping[int, float]
 ) -> dict[int, RankLiveness]:
     """Read the files of some ranks until each has changed, at most as long as its limit."""
     judged: dict[int, RankLiveness] = {}
@@ -127,16 +127,16 @@ def _watch(
             if status and status.launch not in launches:  # of an earlier attempt: no status of this rank yet
                 status = None
             if status and status.state == ENDED:
-                judged[rank] = _ended_rank(rank, status)
+                judged[rank] = _build_ended_rank(rank, status)
             # The whole content, which `beat`, the step and the time are part of: earlier versions have no `beat`.
             elif status and status != statuses[rank]:
-                judged[rank] = _running_rank(rank, status, MOVING, 0.0, "")
+                judged[rank] = _build_rank_liveness(rank, status, MOVING, 0.0, "")
             elif waited >= limit:
-                judged[rank] = _running_rank(rank, status, SILENT, waited, _silence_reason(status, waited))
+                judged[rank] = _build_rank_liveness(rank, status, SILENT, waited, _explain_silence(status, waited))
     return judged
 
 
-def _silence_reason(status: StatusFile | None, waited: float) -> str:
+def _explain_silence(status: RankStatusRecord | None, waited: float) -> str:
     if not status:
         return f"no status of this launch within {waited:.0f} s"
     if status.is_of_this_host and _is_gone(status):
@@ -144,21 +144,21 @@ def _silence_reason(status: StatusFile | None, waited: float) -> str:
     return f"no heartbeat for {waited:.0f} s"
 
 
-def _is_gone(status: StatusFile) -> bool:
+def _is_gone(status: RankStatusRecord) -> bool:
     return status.is_gone(status.written_at)
 
 
-def _judge(folder: Path, ranks: list[RankLiveness], restartable: Collection[int]) -> RunLiveness:
+def _judge_liveness(folder: Path, ranks: list[RankLiveness], restartable: Collection[int]) -> RunLiveness:
     failed = [one for one in ranks if one.state == ENDED and one.code]
     if failed:
         # The rank that failed by itself, not those that lost it or stopped with it.
         first = min(failed, key=lambda one: (one.code in (TRY_AGAIN, HUNG), one.rank))
         again = all(one.rank in restartable for one in failed)
-        return RunLiveness(folder, FAILED, first.code or SOFTWARE, _name_ranks(first, ranks), again, ranks)
+        return RunLiveness(folder, FAILED, first.code or SOFTWARE, _describe_deciding_rank(first, ranks), again, ranks)
     silent = [one for one in ranks if one.state == SILENT]
     if silent:
         more = f"; {len(silent) - 1} more ranks are silent" if len(silent) > 1 else ""
-        return RunLiveness(folder, SILENT, HUNG, f"{_name_ranks(silent[0], ranks)}{more}", True, ranks)
+        return RunLiveness(folder, SILENT, HUNG, f"{_describe_deciding_rank(silent[0], ranks)}{more}", True, ranks)
     moving = [one for one in ranks if one.state == MOVING]
     if not moving:
         return RunLiveness(folder, FINISHED, 0, "finished", False, ranks)
@@ -168,19 +168,21 @@ def _judge(folder: Path, ranks: list[RankLiveness], restartable: Collection[int]
     return RunLiveness(folder, ALIVE, 0, f"{more}{where}", False, ranks)
 
 
-def _name_ranks(one: RankLiveness, ranks: list[RankLiveness]) -> str:
+def _describe_deciding_rank(one: RankLiveness, ranks: list[RankLiveness]) -> str:
     where = f" on {one.host}" if one.host else ""
     return f"rank {one.rank}{where}: {one.why}" if len(ranks) > 1 else one.why
 
 
-def _ended_rank(rank: int, status: StatusFile) -> RankLiveness:
+def _build_ended_rank(rank: int, status: RankStatusRecord) -> RankLiveness:
     # A code that no process can end with was not written by halfstep.
     known = SOFTWARE if status.code is None or not 0 <= status.code < 256 else status.code
-    return _running_rank(rank, status, ENDED, None, (status.reason or "")[:LONGEST])._replace(code=known)
+    return _build_rank_liveness(rank, status, ENDED, None, (status.reason or "")[:LONGEST])._replace(code=known)
 
 
-def _running_rank(rank: int, status: StatusFile | None, state: str, age: float | None, why: str) -> RankLiveness:
-    status = status or StatusFile()
+def _build_rank_liveness(
+    rank: int, status: RankStatusRecord | None, state: str, age: float | None, why: str
+) -> RankLiveness:
+    status = status or RankStatusRecord()
     host, phase = (word[:LONGEST] if word else None for word in (status.host, status.phase))
     rounded = None if age is None else round(age, 1)
     return RankLiveness(rank, state, host, status.pid, status.step, phase, rounded, None, why, status.beat)

@@ -10,11 +10,11 @@ from typing import Any
 from halfstep.errors import BadData, WrongUse
 from halfstep.runs.finished import TrainedModel, open_finished
 from halfstep.train.signature import Preprocessing, Signature
-from halfstep.train.task import LeftOut, Prediction, Task
+from halfstep.train.task import MissingTaskMethod, Prediction, Task
 
 
 @dataclass(frozen=True)
-class Loaded(TrainedModel):
+class LoadedModel(TrainedModel):
     """The model of a run with its preprocessing, its classes and its precision."""
 
     @property
@@ -22,7 +22,7 @@ class Loaded(TrainedModel):
         """Return inputs and outputs of the model. Raise `WrongUse` if its task has no signature."""
         try:
             return self.task.signature()
-        except LeftOut:
+        except MissingTaskMethod:
             raise WrongUse(
                 f"the input of the model of {self.folder}, which its task {self.task.recipe.task} does not describe",
                 allowed="segmentation, classification, or your own task with a `signature`",
@@ -53,10 +53,10 @@ class Loaded(TrainedModel):
         if self.task.reads == "text":
             return self.predict_tensor(self.task.prompt(str(image)), allowed="a text", do="give a text")
         from halfstep.data.dataset import BadSample
-        from halfstep.data.image_io import as_read
+        from halfstep.data.image_io import convert_to_image_tensor
 
         try:
-            read = as_read(image, self.channels())
+            read = convert_to_image_tensor(image, self.channels())
         except BadSample as error:
             raise BadData(f"{error.name}: {error.reason}", allowed="an image", do="give another file") from None
         do = f"use .task.sample(...), as `halfstep predict {self.folder}` does"
@@ -65,7 +65,7 @@ class Loaded(TrainedModel):
 
 def load(
     run: str | Path, *, weights: str = "best", precision: str | None = None, task: type[Task] | None = None
-) -> Loaded:
+) -> LoadedModel:
     """Load the model of a run.
 
     Args:
@@ -81,4 +81,4 @@ def load(
         BadData: The weights are not usable.
     """
     found = open_finished(Path(os.path.expanduser(run)), weights=str(weights), precision=precision, own=task)
-    return Loaded(found.folder, found.task, found.model, found.choice, found.device)
+    return LoadedModel(found.folder, found.task, found.model, found.choice, found.device)

@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from halfstep.data.dataset import BadSample, Source, WrappedSource, files_of
+from halfstep.data.dataset import BadSample, Source, WrappedSource, list_sample_files
 from halfstep.data.image_files import SUFFIXES
 from halfstep.data.image_io import read_image
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.train.signature import MODES, Signature
-from halfstep.train.task import LeftOut, Prediction, Task
+from halfstep.train.task import MissingTaskMethod, Prediction, Task
 
 IMAGES = 3
 MOST_PIXELS = 12_000_000
@@ -50,7 +50,7 @@ Code = Callable[[str], str]
 
 
 @dataclass(frozen=True)
-class CodeChecked:
+class CodeComparison:
     """The comparison of the printed code with `halfstep predict --precision fp32`, on image files."""
 
     images: int
@@ -62,21 +62,21 @@ class CodeChecked:
     """Why the code was not run, in words."""
 
 
-def check_code(task: Task, model: nn.Module, signature: Signature, code: Code) -> CodeChecked:
+def check_code(task: Task, model: nn.Module, signature: Signature, code: Code) -> CodeComparison:
     """Run the code on validation images as they are stored. Raise `WrongUse` if it fails or predicts otherwise."""
     with tempfile.TemporaryDirectory(prefix="halfstep-export-") as folder:
-        files, source = image_files_of(task, signature, Path(folder))
+        files, source = collect_image_files(task, signature, Path(folder))
         channels = signature.preprocessing.channels
         try:
             expected = [task.predict(model, read_image(file, channels)) for file in files]
-        except LeftOut:
-            return CodeChecked(0, source, None, "its task predicts nothing about images")
+        except MissingTaskMethod:
+            return CodeComparison(0, source, None, "its task predicts nothing about images")
         if any(prediction.mask is None for prediction in expected) and signature.answer == "mask":
-            return CodeChecked(0, source, None, "its task predicts no mask")
+            return CodeComparison(0, source, None, "its task predicts no mask")
         if any("class" not in prediction.values for prediction in expected) and signature.answer == "class":
-            return CodeChecked(0, source, None, "its task predicts no class")
+            return CodeComparison(0, source, None, "its task predicts no class")
         answers = run_code([code(str(file)) for file in files], signature, Path(folder))
-    shares = [_agreement(signature, *pair) for pair in zip(expected, answers, strict=True)]
+    shares = [_compute_agreement(signature, *pair) for pair in zip(expected, answers, strict=True)]
     agreement = float(np.mean(shares))
     if not agreement >= LEAST_AGREEMENT:
         things = "the images" if signature.answer == "class" else "the pixels"
@@ -85,7 +85,7 @@ def check_code(task: Task, model: nn.Module, signature: Signature, code: Code) -
             allowed=f"{LEAST_AGREEMENT:.1%} or more, on {len(files)} {source}",
             do="use halfstep.load(RUN).predict(image), which reads images as training does",
         )
-    return CodeChecked(len(files), source, agreement)
+    return CodeComparison(len(files), source, agreement)
 
 
 def run_code(texts: list[str], signature: Signature, folder: Path) -> list[Array]:
@@ -114,7 +114,7 @@ def run_code(texts: list[str], signature: Signature, folder: Path) -> list[Array
         return [answers[str(number)] for number in range(len(texts))]
 
 
-def _agreement(signature: Signature, prediction: Prediction, answer: Array) -> float:
+def _compute_agreement(signature: Signature, prediction: Prediction, answer: Array) -> float:
     """Return the share of pixels with the same class; for a class, 1 where it is the same or a tie."""
     if signature.answer == "class":
         chance = float(answer[signature.classes.index(str(prediction.values["class"]))])
@@ -126,7 +126,7 @@ def _agreement(signature: Signature, prediction: Prediction, answer: Array) -> f
     return float((mask == answer).mean()) if mask.shape == answer.shape else 0.0
 
 
-def image_files_of(task: Task, signature: Signature, folder: Path) -> tuple[list[Path], str]:
+def collect_image_files(task: Task, signature: Signature, folder: Path) -> tuple[list[Path], str]:
     """Return files of validation images in their stored size, and their origin in words.
 
     Images that are no files (drawn, or in a shard) are written to `folder`; without any, it is noise.
@@ -142,7 +142,7 @@ def image_files_of(task: Task, signature: Signature, folder: Path) -> tuple[list
         found.append(file)
     if found:
         return found, "validation images of the original size"
-    return _noise(signature, folder), "images of noise, as the run's data is not here"
+    return _write_noise_images(signature, folder), "images of noise, as the run's data is not here"
 
 
 def _pick_validation_files(task: Task, folder: Path) -> Iterator[Path]:
@@ -154,16 +154,16 @@ def _pick_validation_files(task: Task, folder: Path) -> Iterator[Path]:
         return
     for number in sorted({n * (len(source) - 1) // max(IMAGES - 1, 1) for n in range(IMAGES)}):
         try:
-            file = _stored_file(source, number, folder)
+            file = _find_stored_file(source, number, folder)
             read_image(file, channels)
         except (HalfstepError, BadSample, OSError):
             continue
         yield file
 
 
-def _stored_file(source: Source, number: int, folder: Path) -> Path:
+def _find_stored_file(source: Source, number: int, folder: Path) -> Path:
     """Return the image file of a sample, as it is stored."""
-    for _, file in files_of(source, number):
+    for _, file in list_sample_files(source, number):
         if Path(file).suffix.lower() in SUFFIXES:
             return Path(file).resolve()
     while isinstance(source, WrappedSource):  # a wrapper may have shrunk the image
@@ -186,7 +186,7 @@ def write_image(image: Tensor, path: Path) -> Path:
     return file
 
 
-def _noise(signature: Signature, folder: Path) -> list[Path]:
+def _write_noise_images(signature: Signature, folder: Path) -> list[Path]:
     """Return files of smooth noise in three sizes, one of them larger than `max_side`."""
     taken = signature.preprocessing
     side = max(taken.max_side or 0, taken.crop or 0, 192)

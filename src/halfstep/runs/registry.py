@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from halfstep import tasks
-from halfstep.errors import Contradiction, HalfstepError, WrongUse, advice, missing_extra, unknown_name
+from halfstep.errors import (
+    Contradiction,
+    HalfstepError,
+    WrongUse,
+    build_unknown_name_error,
+    choose_caller_wording,
+    convert_import_error,
+)
 from halfstep.tasks import options
 
 if TYPE_CHECKING:
@@ -24,70 +31,70 @@ LARGEST_FILE = 2**20
 """The largest task file in bytes; a larger file is something else."""
 
 
-def task_names() -> list[str]:
+def list_task_names() -> list[str]:
     """Return the names of all tasks a recipe may use."""
-    return sorted({*_list_own(), *_list_installed()})
+    return sorted({*_list_builtin_tasks(), *_list_installed_tasks()})
 
 
-def task_class(name: str) -> type[Task]:
+def find_task_class(name: str) -> type[Task]:
     """Return the task of this name. Raise `UnknownName`, or `Contradiction` where two packages define it."""
-    own, installed = _list_own(), _list_installed()
+    own, installed = _list_builtin_tasks(), _list_installed_tasks()
     if name in own and name in installed:
         raise Contradiction(
-            f"task {name!r} comes with halfstep, and with {_owner(installed[name])}",
+            f"task {name!r} comes with halfstep, and with {_name_package(installed[name])}",
             allowed="one task per name",
-            do=f"rename the entry point in {_owner(installed[name])}, or uninstall it",
+            do=f"rename the entry point in {_name_package(installed[name])}, or uninstall it",
         )
     if name in own:
         return _import_task(name)
     if name in installed:
         return _check_task(installed[name].load(), f"the entry point {installed[name].value!r}")
-    raise unknown_name("task", name, [*own, *installed])
+    raise build_unknown_name_error("task", name, [*own, *installed])
 
 
-def task_schema(name: str) -> Any:
+def find_task_schema(name: str) -> Any:
     """Return the recipe schema of a task, without loading torch where its options have a file of their own."""
-    module = task_options(name)
-    return task_class(name).schema if module is None else module.SCHEMA
+    module = import_task_options(name)
+    return find_task_class(name).schema if module is None else module.SCHEMA
 
 
-def task_schemas() -> dict[str, dict[str, object]]:
+def build_task_schemas() -> dict[str, dict[str, object]]:
     """Return the JSON schema of every task, by its name."""
-    from halfstep.recipe.explain import json_schema
+    from halfstep.recipe.explain import build_json_schema
 
-    return {name: json_schema(task_schema(name)) for name in task_names()}
+    return {name: build_json_schema(find_task_schema(name)) for name in list_task_names()}
 
 
-def task_options(name: str) -> Any:
+def import_task_options(name: str) -> Any:
     """Return the options module of a built-in task, which loads no torch; None for other tasks."""
     if (
-        name in _list_own()
-        and name not in _list_installed()
+        name in _list_builtin_tasks()
+        and name not in _list_installed_tasks()
         and name in [m.name for m in pkgutil.iter_modules(options.__path__)]
     ):
         return importlib.import_module(f"{options.__name__}.{name}")
     return None
 
 
-def task_from_file(path: str | Path) -> tuple[type[Task], str]:
+def load_task_file(path: str | Path) -> tuple[type[Task], str]:
     """Return the task in a user's file, and the SHA-256 of the source that was executed.
 
     Raise `WrongUse` if the file cannot be executed or does not define exactly one task.
     """
     path = Path(path)
     # Read once, so that the digest is that of the executed source even if the file changes meanwhile.
-    text = _read(path)
+    text = _read_task_source(path)
     digest = hashlib.sha256(text).hexdigest()
     module = _execute_file(path, text, digest)
-    return _task_in(module, str(path)), digest
+    return _find_module_task(module, str(path)), digest
 
 
-def own_task(task: type[Task] | str | os.PathLike[str]) -> type[Task]:
+def resolve_own_task(task: type[Task] | str | os.PathLike[str]) -> type[Task]:
     """Return a task of the user's own, given as its class or as the file that defines it."""
-    return task if isinstance(task, type) else task_from_file(Path(task))[0]
+    return task if isinstance(task, type) else load_task_file(Path(task))[0]
 
 
-def _task_in(module: types.ModuleType, where: str) -> type[Task]:
+def _find_module_task(module: types.ModuleType, where: str) -> type[Task]:
     """Return the one task a module defines; imported classes do not count."""
     found = [value for value in vars(module).values() if _is_task(value) and value.__module__ == module.__name__]
     if len(found) != 1:
@@ -100,16 +107,16 @@ def _task_in(module: types.ModuleType, where: str) -> type[Task]:
     return _check_task(found[0], where)
 
 
-def _list_own() -> list[str]:
+def _list_builtin_tasks() -> list[str]:
     return [m.name for m in pkgutil.iter_modules(tasks.__path__) if not m.ispkg and not m.name.startswith("_")]
 
 
-def _list_installed() -> dict[str, EntryPoint]:
+def _list_installed_tasks() -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         if point.name in found and found[point.name].value != point.value:
             raise Contradiction(
-                f"task {point.name!r} comes with {_owner(found[point.name])}, and with {_owner(point)}",
+                f"task {point.name!r} comes with {_name_package(found[point.name])}, and with {_name_package(point)}",
                 allowed="one task per name",
                 do="uninstall one of the two packages",
             )
@@ -117,7 +124,7 @@ def _list_installed() -> dict[str, EntryPoint]:
     return found
 
 
-def _owner(point: EntryPoint) -> str:
+def _name_package(point: EntryPoint) -> str:
     return point.dist.name if point.dist else point.value
 
 
@@ -126,11 +133,11 @@ def _import_task(name: str) -> type[Task]:
         module = importlib.import_module(f"{tasks.__name__}.{name}")
     except ImportError as error:
         # Only a missing package of an extra is the user's to install; any other ImportError is a bug.
-        missing = missing_extra(error)
+        missing = convert_import_error(error)
         if missing is None:
             raise
         raise missing from error
-    return _task_in(module, module.__name__)
+    return _find_module_task(module, module.__name__)
 
 
 def _is_task(value: object) -> TypeGuard[type[Task]]:
@@ -157,10 +164,14 @@ def _check_task(found: object, where: str) -> type[Task]:
     return found
 
 
-def _read(path: Path) -> bytes:
+def _read_task_source(path: Path) -> bytes:
     allowed = "a Python file of at most 1 MiB"
     if not path.is_file():
-        raise WrongUse(f"no file at {path}", allowed=allowed, do=f"check the path given to {advice('--task', 'task=')}")
+        raise WrongUse(
+            f"no file at {path}",
+            allowed=allowed,
+            do=f"check the path given to {choose_caller_wording('--task', 'task=')}",
+        )
     with path.open("rb") as file:
         # One byte more than allowed shows a larger file without reading all of it.
         text = file.read(LARGEST_FILE + 1)

@@ -13,49 +13,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, generations
-from halfstep.errors import BadData, HalfstepError, advice, reason_in
-from halfstep.guard.diagnosis.diagnose import diagnose
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, list_generations
+from halfstep.errors import BadData, HalfstepError, choose_caller_wording, format_error_reason
+from halfstep.guard.diagnosis.diagnose import diagnose_attempt
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials
-from halfstep.guard.repair.advice import REPAIR, advise, advise_precision
-from halfstep.guard.verdict import Verdict, place_of
+from halfstep.guard.repair.advice import REPAIR, advise_precision, advise_remedy
+from halfstep.guard.verdict import Verdict, locate_culprit
 from halfstep.journal import events
-from halfstep.journal.jsonl import JOURNAL, saved_events
+from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
 from halfstep.journal.text import GAVE_UP
-from halfstep.observe.recorder import uses_compiled
-from halfstep.precision.names import read_precision
-from halfstep.precision.precision import Precision, precision_named
+from halfstep.observe.recorder import has_compiled_code
+from halfstep.precision.names import parse_precision
+from halfstep.precision.precision import Precision, resolve_precision_name
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.recipe.schema import AUTO
 from halfstep.recipe.sources import read_recipe
-from halfstep.runs.finished import task_of
-from halfstep.runs.registry import own_task
+from halfstep.runs.finished import load_saved_task
+from halfstep.runs.registry import resolve_own_task
 from halfstep.runs.replay_page import FailedStepList, ListedStep, RecordedStep, ReplayReport, Rerun
 from halfstep.status_line import OnProgress
-from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, refused_by
+from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, parse_guard_name
 from halfstep.step.rerun import ReplayConfig
 from halfstep.step.step_inputs import StepInputs
-from halfstep.terminal import progress
-from halfstep.train.environment import differences, environment
+from halfstep.terminal import display_progress
+from halfstep.train.environment import collect_environment, list_environment_changes
 from halfstep.train.failed_steps.reading import (
-    Record,
+    StoredFailedStep,
+    check_failed_steps_folder,
     choose_recorded_precision,
-    cut_off,
-    failed_step_at,
+    compute_recipe_digest,
+    describe_size_problem,
+    find_failed_step,
+    list_failed_steps,
     load_attempt,
-    load_model,
-    read,
-    recipe_digest,
-    recorded_in,
-    refuse_earlier,
-    refuse_elsewhere,
-    replay_call,
-    run_of,
+    load_recorded_model,
+    read_failed_step,
+    refuse_earlier_format,
+    resolve_run_folder,
+    suggest_replay,
 )
-from halfstep.train.give_up import launcher, lower_lr, recipe_lr
-from halfstep.train.process_group import device_of
-from halfstep.train.run_folder import RECIPE, is_finished, recipe_in
-from halfstep.train.setup import compile_in_place, make_model, without_weights
+from halfstep.train.give_up import build_launcher_words, read_recipe_lr, suggest_lower_lr
+from halfstep.train.process_group import resolve_device
+from halfstep.train.run_folder import RECIPE, find_recipe_file, is_finished
+from halfstep.train.setup import compile_in_place, make_model, remove_initial_weights
 from halfstep.train.task import Task
 
 
@@ -86,16 +86,16 @@ def replay(
         raise BadData(
             f"{folder} has no recorded failed step",
             allowed="a run whose guard diagnosed a step",
-            do=advice(f"halfstep replay {folder} --list", f'halfstep.failed_steps("{folder}") says why'),
+            do=choose_caller_wording(f"halfstep replay {folder} --list", f'halfstep.failed_steps("{folder}") says why'),
         )
-    asked = read_precision(precision).name if precision else None
-    record = read(_choose_step(folder, found, attempt))
-    replayed = open_recorded(record, precision=asked, own=None if task is None else own_task(task))
-    findings = _Findings()
+    asked = parse_precision(precision).name if precision else None
+    record = read_failed_step(_choose_step(folder, found, attempt))
+    replayed = load_recorded_step(record, precision=asked, own=None if task is None else resolve_own_task(task))
+    findings = _ReplayFindings()
     try:
-        with progress("replaying", "reruns") as on_progress:
+        with display_progress("replaying", "reruns") as on_progress:
             _rerun_all(replayed, findings, on_progress)
-        findings.do, findings.command = _remedy(findings.verdict, replayed, folder, task)
+        findings.do, findings.command = _suggest_replay_remedy(findings.verdict, replayed, folder, task)
     except KeyboardInterrupt:
         findings.interrupted = True
     return ReplayReport(
@@ -125,7 +125,7 @@ def failed_steps(run: str | os.PathLike[str]) -> FailedStepList:
     folder, found = _find_recorded(Path(os.path.expanduser(run)))
     rows = []
     for place in found:
-        record = _read(place)
+        record = _read_record_problem(place)
         known = (None, record) if isinstance(record, str) else (_describe_step(record), "")
         rows.append(ListedStep(place.path, place.attempt, *known))
     section = read_recipe(str(folder / RECIPE)).raw.get("guard")
@@ -134,7 +134,7 @@ def failed_steps(run: str | os.PathLike[str]) -> FailedStepList:
 
 
 @dataclass
-class _Findings:
+class _ReplayFindings:
     """What a replay has found so far; an interrupt keeps it."""
 
     reruns: list[Rerun] = field(default_factory=list)
@@ -147,26 +147,26 @@ class _Findings:
 
 def _find_recorded(folder: Path) -> tuple[Path, list[CheckpointDir]]:
     """Return the run's folder and its failed steps; for the folder of one failed step, only that one."""
-    refuse_earlier(folder)
+    refuse_earlier_format(folder)
     # A user may point at one failed step instead of its run.
-    if (only := failed_step_at(folder)) is not None:
-        return recipe_in(run_of(folder)).parent, [only]
-    run = recipe_in(folder).parent
+    if (only := find_failed_step(folder)) is not None:
+        return find_recipe_file(resolve_run_folder(folder)).parent, [only]
+    run = find_recipe_file(folder).parent
     try:
-        refuse_elsewhere(run)
+        check_failed_steps_folder(run)
     except OSError as error:
         raise BadData(
             str(error),
             allowed="the folder that the run made",
             do="move it away: the next step that fails makes a folder",
         ) from None
-    return folder, recorded_in(run)
+    return folder, list_failed_steps(run)
 
 
 def _choose_step(run: Path, found: list[CheckpointDir], attempt: int | None) -> CheckpointDir:
     if attempt is None:
         # If none is intact, opening the newest reports the problem.
-        records = ((place, _read(place)) for place in reversed(found))
+        records = ((place, _read_record_problem(place)) for place in reversed(found))
         whole = (place for place, record in records if not isinstance(record, str) and not record.step.without)
         return next(whole, found[-1])
     for place in reversed(found):
@@ -175,24 +175,24 @@ def _choose_step(run: Path, found: list[CheckpointDir], attempt: int | None) -> 
     raise BadData(
         f"attempt {attempt:,} of {run} was not recorded",
         allowed=", ".join(str(place.attempt) for place in found),
-        do=replay_call(run, found[-1].attempt),
+        do=suggest_replay(run, found[-1].attempt),
     )
 
 
-def _read(place: CheckpointDir) -> Record | str:
+def _read_record_problem(place: CheckpointDir) -> StoredFailedStep | str:
     """Return the record, or its problem as far as that shows without reading its tensors."""
     try:
-        record = read(place)
-        return cut_off(record) or record
+        record = read_failed_step(place)
+        return describe_size_problem(record) or record
     except HalfstepError as error:
-        return reason_in(error)
+        return format_error_reason(error)
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayableStep:
     """A failed step that can be run again."""
 
-    record: Record
+    record: StoredFailedStep
     recipe: Any
     model: nn.Module
     choice: Choice
@@ -202,7 +202,7 @@ class Replayed:
     """Reasons why the result may differ from the original step."""
 
 
-def open_recorded(record: Record, *, precision: str | None, own: type[Task] | None) -> Replayed:
+def load_recorded_step(record: StoredFailedStep, *, precision: str | None, own: type[Task] | None) -> ReplayableStep:
     """Load the step of `record`, in its own precision or another.
 
     Raise `BadData` if the record has no tensors.
@@ -212,45 +212,49 @@ def open_recorded(record: Record, *, precision: str | None, own: type[Task] | No
         raise BadData(
             f"attempt {step.report.attempt:,} was recorded without its tensors: {step.without}",
             allowed="a step with recorded weights and batch",
-            do=f"read the run's report of it: {advice('add --list', 'halfstep.failed_steps(RUN)')}",
+            do=f"read the run's report of it: {choose_caller_wording('add --list', 'halfstep.failed_steps(RUN)')}",
         )
-    run = run_of(record.path)
-    task = task_of(run, own)
+    run = resolve_run_folder(record.path)
+    task = load_saved_task(run, own)
     recipe = task.recipe
-    device = _device(recipe.train.device)
-    task.recipe = without_weights(recipe)
+    device = _choose_replay_device(recipe.train.device)
+    task.recipe = remove_initial_weights(recipe)
     # The record holds the weights of the failed step; pretrained ones are not fetched for it.
     model, _ = make_model(task, task.recipe, device)
     compile_in_place(model, task.recipe)
-    load_model(record, model)
+    load_recorded_model(record, model)
     choice = (
         choose_precision(precision, device=device) if precision else choose_recorded_precision(step.precision, device)
     )
     choice.precision.prepare(model.train(), device)
-    loss = functools.partial(_loss, task)
+    loss = functools.partial(_compute_task_loss, task)
     attempts = tuple(functools.partial(load_attempt, record, rank, loss, device) for rank in range(record.ranks))
-    return Replayed(record, recipe, model, choice, attempts, tuple(_notes(record, run, device, choice, precision)))
+    return ReplayableStep(
+        record, recipe, model, choice, attempts, tuple(_list_replay_notes(record, run, device, choice, precision))
+    )
 
 
-def _loss(task: Task, model: nn.Module, batch: Any) -> Any:
+def _compute_task_loss(task: Task, model: nn.Module, batch: Any) -> Any:
     return task.loss(model, batch, None)
 
 
-def _device(name: str) -> torch.device:
+def _choose_replay_device(name: str) -> torch.device:
     """Return the run's device, or the best one here: a step that failed on a cluster is often replayed on a
     workstation.
     """
     try:
-        return device_of(name)
+        return resolve_device(name)
     except HalfstepError:
         # The device of the run does not exist here.
-        return device_of(AUTO)
+        return resolve_device(AUTO)
 
 
-def _notes(record: Record, run: Path, device: torch.device, choice: Choice, asked: str | None) -> list[str]:
+def _list_replay_notes(
+    record: StoredFailedStep, run: Path, device: torch.device, choice: Choice, asked: str | None
+) -> list[str]:
     step = record.step
-    notes = differences(record.manifest.environment, environment(device))
-    if step.recipe != recipe_digest(run):
+    notes = list_environment_changes(record.manifest.environment, collect_environment(device))
+    if step.recipe != compute_recipe_digest(run):
         notes.append(f"{RECIPE} was changed since")
     if step.batch_changed:
         notes.append("the batch was modified during the step, so the recorded batch differs from the original one")
@@ -267,7 +271,7 @@ ROUNDS = len(ALSO) + 3
 """Its own precision, those above, the diagnosis, and an island."""
 
 
-def _describe_step(record: Record) -> RecordedStep:
+def _describe_step(record: StoredFailedStep) -> RecordedStep:
     """Return what the run recorded about the step."""
     step, report = record.step, record.step.report
     figures = (report.attempt, report.step, report.reason, report.loss, report.grad_norm, report.loss_scale)
@@ -275,19 +279,19 @@ def _describe_step(record: Record) -> RecordedStep:
     return RecordedStep(*figures, step.precision, tuple(step.islands), device, step.verdict, step.without)
 
 
-def _rerun_all(replayed: Replayed, findings: _Findings, on_progress: OnProgress) -> None:
+def _rerun_all(replayed: ReplayableStep, findings: _ReplayFindings, on_progress: OnProgress) -> None:
     """Run the step in several ways and fill in `findings`; without a verdict, the step is finite here."""
-    rounds = _Rounds(findings.reruns, on_progress)
+    rounds = _RerunRounds(findings.reruns, on_progress)
     recorded, precision = replayed.record.step, replayed.choice.precision
-    attempt, first = _failing(replayed, rounds)
+    attempt, first = _find_failing_attempt(replayed, rounds)
     ways = [name for name in dict.fromkeys((recorded.precision, *ALSO)) if name != precision.name]
     for name in ways[: len(ALSO)]:
-        rounds.note(name, _try_replay(replayed, attempt, precision_named(name)), precision_named(name))
-    verdict = _verdict(replayed, attempt, first)
+        rounds.note(name, _try_replay(replayed, attempt, resolve_precision_name(name)), resolve_precision_name(name))
+    verdict = _diagnose_replay(replayed, attempt, first)
     rounds.count()
     if verdict is not None:
         findings.verdict = verdict
-        findings.same_culprit = place_of(verdict.culprit) == place_of(recorded.verdict.culprit)
+        findings.same_culprit = locate_culprit(verdict.culprit) == locate_culprit(recorded.verdict.culprit)
         path = next((remedy.target for remedy in verdict.remedies if remedy.kind == "island"), None)
         if path is not None:
             way = f"{precision.name}, {path or 'the model'} in fp32"
@@ -295,7 +299,7 @@ def _rerun_all(replayed: Replayed, findings: _Findings, on_progress: OnProgress)
     on_progress(ROUNDS, ROUNDS)
 
 
-class _Rounds:
+class _RerunRounds:
     """The rows of the report, and the progress bar."""
 
     def __init__(self, rows: list[Rerun], on_progress: OnProgress) -> None:
@@ -313,7 +317,7 @@ class _Rounds:
         self._told(self._done, ROUNDS)
 
 
-def _failing(replayed: Replayed, rounds: _Rounds) -> tuple[StepInputs, TrialOutcome]:
+def _find_failing_attempt(replayed: ReplayableStep, rounds: _RerunRounds) -> tuple[StepInputs, TrialOutcome]:
     """Return the attempt of the first rank whose step fails here, with its outcome; each rank had its own batch."""
     precision = replayed.choice.precision
     own = precision.name == replayed.record.step.precision
@@ -328,7 +332,7 @@ def _failing(replayed: Replayed, rounds: _Rounds) -> tuple[StepInputs, TrialOutc
 
 
 def _try_replay(
-    replayed: Replayed, attempt: StepInputs, precision: Precision, islands: tuple[str, ...] = ()
+    replayed: ReplayableStep, attempt: StepInputs, precision: Precision, islands: tuple[str, ...] = ()
 ) -> TrialOutcome:
     # The recorded loss scale only fits the recorded precision; the loss itself does not depend on the scale.
     as_it_was = precision.name == replayed.record.step.precision and not islands
@@ -336,55 +340,57 @@ def _try_replay(
     return Trials(replayed.model, attempt).run(ReplayConfig(precision, islands, None if scaled else 1.0))
 
 
-def _verdict(replayed: Replayed, attempt: StepInputs, first: TrialOutcome) -> Verdict | None:
+def _diagnose_replay(replayed: ReplayableStep, attempt: StepInputs, first: TrialOutcome) -> Verdict | None:
     """Return None if the step is finite in the precision it ran in, unless a guard skipped it for another reason."""
     recorded, precision = replayed.record.step, replayed.choice.precision
     reason = recorded.report.reason or ""
     judge = functools.partial(
-        diagnose,
+        diagnose_attempt,
         replayed.model,
         attempt,
         precision=precision,
         history=recorded.history,
-        compiled=uses_compiled(replayed.model),
+        compiled=has_compiled_code(replayed.model),
     )
     if precision.name == recorded.precision:
         # A finite result in another environment does not prove that it cannot be reproduced.
-        here = not first.finite or refused_by(reason) is not None or not replayed.notes
+        here = not first.finite or parse_guard_name(reason) is not None or not replayed.notes
         return judge(reason=reason) if here else None
     if first.finite:
         return None
     return judge(reason=LOSS_NOT_FINITE if first.loss != first.loss else GRADIENT_NOT_FINITE)
 
 
-def _remedy(
-    verdict: Verdict | None, replayed: Replayed, run: Path, task: type[Task] | str | os.PathLike[str] | None
+def _suggest_replay_remedy(
+    verdict: Verdict | None, replayed: ReplayableStep, run: Path, task: type[Task] | str | os.PathLike[str] | None
 ) -> tuple[str, str]:
     """Return the remedy in words, and the command that applies it, which is empty if there is none to type."""
     record, recipe, precision = replayed.record, replayed.recipe, replayed.choice.precision.name
     if verdict is None and precision != record.step.precision:
         # Finite in another precision: that precision is the fix.
         found = advise_precision(precision)
-        return found.do, _resume_command(record, run, found.setting, task)
+        return found.do, _format_resume_command(record, run, found.setting, task)
     # The learning rate in the recipe file that the run was started from, without typed overrides.
-    begun = next((event for event in saved_events(run / JOURNAL) if event["event"] == events.START), {})
-    lr = lower_lr(recipe.optimizer.lr, record.step.history.rates, recipe_lr(str(begun.get("command", ""))))
-    kind, words, setting = advise(verdict or record.step.verdict, lr)
+    begun = next((event for event in iterate_saved_events(run / JOURNAL) if event["event"] == events.START), {})
+    lr = suggest_lower_lr(recipe.optimizer.lr, record.step.history.rates, read_recipe_lr(str(begun.get("command", ""))))
+    kind, words, setting = advise_remedy(verdict or record.step.verdict, lr)
     if kind == "skip" and is_finished(run):
         return f"{words}; this run continued without the batch", ""
     if setting == REPAIR and recipe.guard.mode == "repair":
         words, setting = words if kind == "skip" else f"{words}: the run did so already", ""
-    return words, _resume_command(record, run, setting, task)
+    return words, _format_resume_command(record, run, setting, task)
 
 
-def _resume_command(record: Record, run: Path, setting: str, task: type[Task] | str | os.PathLike[str] | None) -> str:
+def _format_resume_command(
+    record: StoredFailedStep, run: Path, setting: str, task: type[Task] | str | os.PathLike[str] | None
+) -> str:
     finished = is_finished(run)
     # A command cannot name a class that was given as an object.
     if isinstance(task, type) or (finished and not setting):
         return ""
     own = f"--task {shlex.quote(str(task))}" if task else ""
     changed = "--accept-recipe-change" if setting and setting != REPAIR else ""
-    launched = f"{shlex.join(launcher(record.ranks))} train"
+    launched = f"{shlex.join(build_launcher_words(record.ranks))} train"
     # Where no checkpoint is good, there is nothing to resume from.
     anew = "--new" if finished or (changed and _has_no_good_checkpoint(run)) else changed
     words = [launched, shlex.quote(str(run / RECIPE)), setting, own, anew]
@@ -393,6 +399,6 @@ def _resume_command(record: Record, run: Path, setting: str, task: type[Task] | 
 
 def _has_no_good_checkpoint(run: Path) -> bool:
     """Return whether the run gave up with checkpoints of which none is good."""
-    ends = [event for event in saved_events(run / JOURNAL) if event["event"] == events.END]
+    ends = [event for event in iterate_saved_events(run / JOURNAL) if event["event"] == events.END]
     gave_up = bool(ends) and ends[-1].get("reason") == GAVE_UP and ends[-1].get("checkpoint") is None
-    return gave_up and bool(generations(run / CHECKPOINTS))
+    return gave_up and bool(list_generations(run / CHECKPOINTS))

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.draw.notebook import ShownAsPage
-from halfstep.errors import advice
+from halfstep.draw.notebook import PageResult
+from halfstep.errors import choose_caller_wording
 from halfstep.formats import FP32
 from halfstep.guard.verdict import Culprit, Verdict
-from halfstep.json_data import JsonResult, json_data
-from halfstep.numbers import number
+from halfstep.json_data import JsonResult, convert_to_json_data
+from halfstep.numbers import format_number
 from halfstep.observe.recorder import OUTSIDE
-from halfstep.page import Block, Column, Command, Heading, Items, Page, Pairs, Paragraph, Span, Table, Text
-from halfstep.train.failed_steps.reading import replay_call
+from halfstep.page import Block, Column, Heading, Instruction, Items, Page, Pairs, Paragraph, Span, Table, Text
+from halfstep.train.failed_steps.reading import suggest_replay
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class ListedStep(JsonResult):
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, with the fields of the record where there is one."""
         damaged = {"attempt": self.attempt, "problem": self.problem}
-        return {"path": str(self.path), **(json_data(self.recorded) if self.recorded else damaged)}
+        return {"path": str(self.path), **(convert_to_json_data(self.recorded) if self.recorded else damaged)}
 
 
 @dataclass(frozen=True)
-class FailedStepList(ShownAsPage):
+class FailedStepList(PageResult):
     """The failed steps of a run that were recorded."""
 
     run: Path
@@ -86,7 +86,9 @@ class FailedStepList(ShownAsPage):
                 blocks.append(Paragraph(words, indent=True))
         whole = [row for row in self.failed_steps if row.recorded is not None and not row.recorded.without]
         if whole:
-            blocks.append(Command(replay_call(self.run, whole[-1].attempt), lead=advice("  $ ", "  ")))
+            blocks.append(
+                Instruction(suggest_replay(self.run, whole[-1].attempt), lead=choose_caller_wording("  $ ", "  "))
+            )
         return Page(title, tuple(blocks))
 
 
@@ -106,7 +108,7 @@ class Rerun:
 
 
 @dataclass(frozen=True)
-class ReplayReport(ShownAsPage):
+class ReplayReport(PageResult):
     """A failed step, run again."""
 
     run: Path
@@ -131,11 +133,11 @@ class ReplayReport(ShownAsPage):
         blocks: list[Block] = []
         if self.interrupted:
             blocks.append(Paragraph(Span("interrupted: results so far", "warn")))
-        blocks += [*_verdict(self), *_step(self)]
+        blocks += [*_build_replay_verdict(self), *_build_step_blocks(self)]
         if verdict.culprit is not None:
-            blocks += _culprit(verdict.culprit)
+            blocks += _build_culprit_blocks(verdict.culprit)
         if self.reruns:
-            blocks += [Heading("Run again", f"here, on {self.device}"), _reruns(self.reruns)]
+            blocks += [Heading("Run again", f"here, on {self.device}"), _build_reruns_table(self.reruns)]
         if verdict.evidence:
             blocks += [Heading("Evidence"), Items(verdict.evidence, dashes=True)]
         if self.notes:
@@ -145,11 +147,11 @@ class ReplayReport(ShownAsPage):
         if self.do:
             blocks += [Heading("What to do"), Paragraph(self.do, indent=True)]
         if self.command:
-            blocks.append(Command(self.command))
+            blocks.append(Instruction(self.command))
         return Page(f"failed step {self.recorded.attempt:,} of {self.run}", tuple(blocks))
 
 
-def _verdict(report: ReplayReport) -> Iterator[Block]:
+def _build_replay_verdict(report: ReplayReport) -> Iterator[Block]:
     said = f"the run said: {report.recorded.verdict.sentence}"
     if report.verdict is not None:
         yield Paragraph(report.verdict.colored_sentence())
@@ -157,13 +159,13 @@ def _verdict(report: ReplayReport) -> Iterator[Block]:
             yield Paragraph(Span(said, "dim"), indent=True)
         return
     if not report.interrupted:
-        loss = _figure(report.reruns[0].loss)
+        loss = _format_loss_figure(report.reruns[0].loss)
         words = f": in {report.precision}, run again here, the step has a loss of {loss}"
         yield Paragraph((Span("finite", "good", strong=True), words))
     yield Paragraph(said, indent=True)
 
 
-def _step(report: ReplayReport) -> tuple[Block, ...]:
+def _build_step_blocks(report: ReplayReport) -> tuple[Block, ...]:
     recorded = report.recorded
     scale = "" if recorded.loss_scale == 1.0 else f", loss scale {recorded.loss_scale:g}"
     islands = f", in fp32: {', '.join(recorded.islands)}" if recorded.islands else ""
@@ -171,22 +173,25 @@ def _step(report: ReplayReport) -> tuple[Block, ...]:
         ("attempt", f"{recorded.attempt:,}, after {recorded.step:,} applied"),
         ("skipped", str(recorded.reason).replace("_", " ")),
         ("ran in", f"{recorded.precision} on {recorded.device}{islands}"),
-        ("loss", f"{_figure(recorded.loss)}, gradient norm {_figure(recorded.grad_norm)}{scale}"),
+        (
+            "loss",
+            f"{_format_loss_figure(recorded.loss)}, gradient norm {_format_loss_figure(recorded.grad_norm)}{scale}",
+        ),
     )
     return Heading("The step", str(report.run)), Pairs(rows)
 
 
-def _culprit(culprit: Culprit) -> Iterator[Block]:
+def _build_culprit_blocks(culprit: Culprit) -> Iterator[Block]:
     kinds = " and ".join(culprit.kinds)
     if culprit.outside:
         yield Heading("Origin", "not finite before anything was computed from it")
         yield Pairs((("came in", f"{culprit.outside}, with {kinds} in it"),))
         return
     module = {"": "the model's own forward", OUTSIDE: "none: the loss"}.get(culprit.module, culprit.module)
-    made = f"{kinds} in {culprit.format} (largest number {number(culprit.limit)})"
+    made = f"{kinds} in {culprit.format} (largest number {format_number(culprit.limit)})"
     # An operation in fp32 that is not finite in a buffer may have a finite output.
     if culprit.in_fp32 is not None and culprit.limit < FP32.largest:
-        made += f"; computed in fp32, up to {number(culprit.in_fp32)}"
+        made += f"; computed in fp32, up to {format_number(culprit.in_fp32)}"
     yield Heading("Origin", "the first operation with finite inputs and a non-finite result")
     yield Pairs(
         (
@@ -194,12 +199,12 @@ def _culprit(culprit: Culprit) -> Iterator[Block]:
             ("module", module),
             ("line", culprit.line or "unknown"),
             ("result", made),
-            ("inputs", f"up to {number(culprit.largest_input)}"),
+            ("inputs", f"up to {format_number(culprit.largest_input)}"),
         )
     )
 
 
-def _reruns(reruns: Sequence[Rerun]) -> Table:
+def _build_reruns_table(reruns: Sequence[Rerun]) -> Table:
     columns = (
         Column("run", wrap="fold"),
         Column("finite", wrap="never"),
@@ -212,10 +217,10 @@ def _reruns(reruns: Sequence[Rerun]) -> Table:
             rows.append((row.way, f"not run: {row.error}", "-", "-"))
         else:
             finite = Span("yes", "good") if row.finite else Span("no", "warn")
-            rows.append((row.way, finite, _figure(row.loss), _figure(row.grad_norm)))
+            rows.append((row.way, finite, _format_loss_figure(row.loss), _format_loss_figure(row.grad_norm)))
     return Table(columns, tuple(rows), indent=1)
 
 
-def _figure(value: float) -> str:
+def _format_loss_figure(value: float) -> str:
     """Return a number with enough digits to compare two losses."""
-    return number(value) if value >= 1000 else f"{value:.4g}"
+    return format_number(value) if value >= 1000 else f"{value:.4g}"

@@ -14,27 +14,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.layout import SEGMENTATION, check_store_data, data_place, find_layout, is_address
+from halfstep.data.layout import SEGMENTATION, check_store_data, find_layout, is_store_address, resolve_data_path
 from halfstep.errors import (
     BadData,
     BadRecipe,
     Contradiction,
     HalfstepError,
     WrongUse,
-    add_option,
-    option,
-    require,
+    advise_adding_option,
+    check_packages_installed,
+    format_option,
 )
-from halfstep.launch_variables import launched_rank
+from halfstep.launch_variables import read_launched_rank
 from halfstep.recipe.changes import DATA, EXTEND, RECIPE, REWARM
-from halfstep.recipe.fields import fields_of
-from halfstep.recipe.names import PRETRAINED, Override, Typed, key_for, read_flags, retyped
-from halfstep.recipe.resolve import ChosenSetting, Resolved, resolve
+from halfstep.recipe.fields import build_recipe_fields
+from halfstep.recipe.names import (
+    PRETRAINED,
+    Override,
+    TypedOverride,
+    parse_typed_settings,
+    replace_typed_settings,
+    resolve_setting_key,
+)
+from halfstep.recipe.resolve import ChosenSetting, ResolvedRecipe, resolve_recipe
 from halfstep.recipe.schema import NO_FILE, WEIGHTS
 from halfstep.recipe.sources import RawRecipe, read_recipe
-from halfstep.runs.registry import task_names, task_options, task_schema
+from halfstep.runs.registry import find_task_schema, import_task_options, list_task_names
 from halfstep.tasks import sizing
-from halfstep.terminal import progress
+from halfstep.terminal import display_progress
 from halfstep.train.run_folder import NEW, check_run
 
 METRICS_FILE = "run.prometheus"
@@ -44,30 +51,30 @@ Settings = Mapping[str, object] | Iterable[str]
 """`{"train.batch_size": 4}`, or as on the command line: `["train.batch_size=4", "--bf16"]`."""
 
 
-def resolved_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = None) -> Resolved:
+def resolve_run_recipe(found: RawRecipe, settings: Settings = (), *, schema: Any = None) -> ResolvedRecipe:
     """Return the recipe with all settings applied; `schema` is that of a user's own task.
 
     Raise `BadRecipe`, `BadData` or `WrongUse` where it cannot be resolved.
     """
-    schema = schema or task_schema(_task_name(found))
+    schema = schema or find_task_schema(_read_task_name(found))
     if isinstance(settings, Mapping):
-        fields = fields_of(schema)
-        overrides = [Override(key_for(key, fields), value) for key, value in settings.items()]
+        fields = build_recipe_fields(schema)
+        overrides = [Override(resolve_setting_key(key, fields), value) for key, value in settings.items()]
     else:
-        overrides = read_flags(list(settings), schema)
-    replaced = _pretrained_overrides(found, overrides)
+        overrides = parse_typed_settings(list(settings), schema)
+    replaced = _choose_pretrained_model(found, overrides)
     # A folder the user typed must exist. A recipe's default need not: other commands only inspect the recipe.
     size = functools.partial(_choose_sizes, must_exist=any(one.key == "data.path" for one in overrides))
-    resolved = resolve(found.raw, schema, [*overrides, *replaced], found.label, size)
+    resolved = resolve_recipe(found.raw, schema, [*overrides, *replaced], found.label, size)
     if not any(one.key == METRICS_FILE for one in overrides):
-        _refuse_outside(resolved.recipe.run.prometheus)
+        _refuse_outside_metrics(resolved.recipe.run.prometheus)
     notes = [
         f"{PRETRAINED}: {one.key}={one.value}, since the classic U-Net has no pretrained weights" for one in replaced
     ]
     return replace(resolved, notes=[*resolved.notes, *notes])
 
 
-def _refuse_outside(metrics: bool | str) -> None:
+def _refuse_outside_metrics(metrics: bool | str) -> None:
     """Raise BadRecipe if a recipe itself names a metrics file outside of the run's folder: it may be anyone's."""
     if isinstance(metrics, str) and (Path(metrics).is_absolute() or ".." in Path(metrics).parts):
         raise BadRecipe(
@@ -77,10 +84,10 @@ def _refuse_outside(metrics: bool | str) -> None:
         )
 
 
-def _pretrained_overrides(found: RawRecipe, overrides: Sequence[Override]) -> list[Override]:
+def _choose_pretrained_model(found: RawRecipe, overrides: Sequence[Override]) -> list[Override]:
     """Return the model to take for `--pretrained` in a recipe of the classic U-Net, where none was typed."""
     typed = {one.key for one in overrides}
-    asked = any(isinstance(one, Typed) and one.word == PRETRAINED for one in overrides)
+    asked = any(isinstance(one, TypedOverride) and one.word == PRETRAINED for one in overrides)
     if not asked or found.raw.get("task") != SEGMENTATION or "model.name" in typed:
         return []
     model = found.raw.get("model")
@@ -88,7 +95,7 @@ def _pretrained_overrides(found: RawRecipe, overrides: Sequence[Override]) -> li
     return [Override("model.name", ENCODED)] if name == CLASSIC else []
 
 
-def in_short(chosen: Sequence[ChosenSetting]) -> list[str]:
+def summarize_choices(chosen: Sequence[ChosenSetting]) -> list[str]:
     """Return one line about the chosen settings, or none; the journal has the reasons."""
     if not chosen:
         return []
@@ -102,18 +109,18 @@ def _shorten_value(value: Any) -> str:
 
 def _choose_sizes(recipe: Any, given: Mapping[str, object], *, must_exist: bool) -> Sequence[ChosenSetting]:
     """Choose the settings a recipe leaves open, for its data set and this machine."""
-    rules = _rules(recipe.task)
+    rules = _import_sizing_rules(recipe.task)
     # With every setting given, neither the data nor the device is looked at.
     if given.keys() >= rules.KEYS:
         return ()
-    facts = _facts(recipe, rules.DATA, must_exist)
-    from halfstep.train.machine import this_machine
+    facts = _read_sizing_facts(recipe, rules.DATA, must_exist)
+    from halfstep.train.machine import detect_machine
 
-    chosen: Sequence[ChosenSetting] = rules.sized(facts, this_machine(recipe.train.device), given)
+    chosen: Sequence[ChosenSetting] = rules.sized(facts, detect_machine(recipe.train.device), given)
     return chosen
 
 
-def _rules(task: str) -> Any:
+def _import_sizing_rules(task: str) -> Any:
     known = [module.name for module in pkgutil.iter_modules(sizing.__path__)]
     if task not in known:
         raise BadRecipe(
@@ -124,8 +131,8 @@ def _rules(task: str) -> Any:
     return importlib.import_module(f"{sizing.__name__}.{task}")
 
 
-def _facts(recipe: Any, kinds: Sequence[str], must_exist: bool) -> Any:
-    from halfstep.data.set_facts import set_facts
+def _read_sizing_facts(recipe: Any, kinds: Sequence[str], must_exist: bool) -> Any:
+    from halfstep.data.set_facts import collect_set_facts
     from halfstep.tasks.sizing.choices import UNKNOWN
 
     data = recipe.data
@@ -133,21 +140,23 @@ def _facts(recipe: Any, kinds: Sequence[str], must_exist: bool) -> Any:
         return UNKNOWN
     try:
         masks = getattr(data, "masks", None)
-        layout = find_layout(data_place(data.path), recipe.task, None if masks is None else data_place(masks))
+        layout = find_layout(
+            resolve_data_path(data.path), recipe.task, None if masks is None else resolve_data_path(masks)
+        )
     except BadData:
         if must_exist:
             raise
         return UNKNOWN
-    with progress("looking at the data", "masks") as on_progress:
-        return set_facts(layout, on_progress)
+    with display_progress("looking at the data", "masks") as on_progress:
+        return collect_set_facts(layout, on_progress)
 
 
-def _task_name(found: RawRecipe) -> str:
+def _read_task_name(found: RawRecipe) -> str:
     named = found.raw.get("task")
     if not isinstance(named, str):
         raise WrongUse(
             f"{found.label} names no task",
-            allowed=", ".join(task_names()),
+            allowed=", ".join(list_task_names()),
             do="add a line such as `task: segmentation`; `halfstep recipes` lists complete recipes",
         )
     return named
@@ -158,36 +167,38 @@ DRAWN = ("shapes", "maps", "python")
 """Data that is generated, not read from disk."""
 
 
-def accepted_changes(new: bool, data: bool, recipe: bool, extend: bool, rewarm: bool) -> list[str]:
+def list_accepted_changes(new: bool, data: bool, recipe: bool, extend: bool, rewarm: bool) -> list[str]:
     """Return which changes of an existing run were accepted or requested.
 
     Raise `Contradiction` for `--rewarm` without `--extend`, and for `--new` with `--extend`.
     """
     if rewarm and not extend:
         raise Contradiction(
-            f"{option('rewarm')} without {option('extend')}",
+            f"{format_option('rewarm')} without {format_option('extend')}",
             allowed="both",
-            do=f"{add_option('extend')}, with a longer run",
+            do=f"{advise_adding_option('extend')}, with a longer run",
         )
     if new and extend:
         raise Contradiction(
-            f"{option('new')} together with {option('extend')}", allowed="one of them", do=f"leave {option('new')} out"
+            f"{format_option('new')} together with {format_option('extend')}",
+            allowed="one of them",
+            do=f"leave {format_option('new')} out",
         )
     asked = {DATA: data, RECIPE: recipe, EXTEND: extend, REWARM: rewarm}
     return [name for name, given in asked.items() if given]
 
 
-def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) -> None:
+def refuse_early(resolved: ResolvedRecipe, *, new: bool, accepted: Collection[str]) -> None:
     """Raise the error a run would fail with before its first step, as far as it can be known; change nothing."""
     recipe = resolved.recipe
     if recipe.checkpoint.remote is not None:
         check_remote(recipe.checkpoint.remote)
     # A resumed run has its weights in the checkpoint and needs no file.
-    begins = new or _early_state(resolved, accepted) == NEW
-    options = task_options(recipe.task)
+    begins = new or _check_early_state(resolved, accepted) == NEW
+    options = import_task_options(recipe.task)
     if options is None:
         return
-    require(*EVERY_RUN, *options.NEEDS)
+    check_packages_installed(*EVERY_RUN, *options.NEEDS)
     options.check(recipe)
     _check_data(recipe.data)
     if begins and recipe.checkpoint.remote is None and recipe.model.weights not in NO_FILE:
@@ -198,15 +209,15 @@ def refuse_early(resolved: Resolved, *, new: bool, accepted: Collection[str]) ->
 
 def check_remote(address: str) -> None:
     """Raise WrongUse for an address that is none, and MissingExtra without the package for object stores."""
-    from halfstep.store.address import check_installed, parse_address
+    from halfstep.store.address import check_obstore_installed, parse_address
 
     parse_address(address, "checkpoint.remote")
-    check_installed()
+    check_obstore_installed()
 
 
-def _early_state(resolved: Resolved, accepted: Collection[str]) -> str:
+def _check_early_state(resolved: ResolvedRecipe, accepted: Collection[str]) -> str:
     """Return whether the run is new, resumed or finished; NEW, without looking, on several ranks or with a store."""
-    if launched_rank().world_size > 1 or resolved.recipe.checkpoint.remote is not None:
+    if read_launched_rank().world_size > 1 or resolved.recipe.checkpoint.remote is not None:
         # Another rank may have opened the folder already, or a store is asked first: rank 0 checks it later for all.
         return NEW
     return check_run(resolved.recipe, resolved.label, drawn=resolved.drawn, accepted=accepted)
@@ -215,14 +226,14 @@ def _early_state(resolved: Resolved, accepted: Collection[str]) -> str:
 def _check_data(data: Any) -> None:
     if data.name in DRAWN:
         return
-    if is_address(data.path):
+    if is_store_address(data.path):
         check_store_data(data)
         return
-    place = data_place(data.path)
+    place = resolve_data_path(data.path)
     if data.name == "shards":
-        from halfstep.data.shard_patterns import is_pattern
+        from halfstep.data.shard_patterns import is_shard_pattern
 
-        if is_pattern(data.path):
+        if is_shard_pattern(data.path):
             return  # the shards are looked for one by one
     if not place.exists():
         raise BadData(
@@ -232,15 +243,15 @@ def _check_data(data: Any) -> None:
         )
 
 
-def without_precision(recipe: str, words: Sequence[str]) -> list[str]:
+def remove_precision(recipe: str, words: Sequence[str]) -> list[str]:
     """Return recipe and settings without the precision, for a command that sets it in its own way."""
-    return with_changes(recipe, words, "precision=auto")[:-1]  # the new setting is the last word
+    return apply_setting_changes(recipe, words, "precision=auto")[:-1]  # the new setting is the last word
 
 
-def with_changes(recipe: str, words: Sequence[str], *changes: str) -> list[str]:
+def apply_setting_changes(recipe: str, words: Sequence[str], *changes: str) -> list[str]:
     """Return the recipe and its settings, each set once: `["unet", "--lr", "0.1", "precision=bf16"]`."""
     try:
-        schema = task_schema(str(read_recipe(recipe).raw["task"]))
+        schema = find_task_schema(str(read_recipe(recipe).raw["task"]))
     except HalfstepError:  # the recipe file is gone: keep the words as typed
         return [recipe, *words, *changes]
-    return [recipe, *retyped(words, changes, schema)]
+    return [recipe, *replace_typed_settings(words, changes, schema)]

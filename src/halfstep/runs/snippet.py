@@ -112,7 +112,9 @@ for number, name in enumerate(classes):
 """
 
 
-def snippet(task: Task, model: Any, signature: Signature | None, file: Path, format: str, photo: str = PHOTO) -> str:
+def build_loading_code(
+    task: Task, model: Any, signature: Signature | None, file: Path, format: str, photo: str = PHOTO
+) -> str:
     """Return code that loads the file and, where the task has a signature, predicts an image with it."""
     imports, loading = _LOADING[format](task, model, file)
     if signature is None:
@@ -121,39 +123,43 @@ def snippet(task: Task, model: Any, signature: Signature | None, file: Path, for
     pages = signature.preprocessing.channels not in MODES
     names = "Image, ImageOps, ImageSequence" if pages else "Image, ImageOps"
     # isort's order: plain imports first.
-    head = "\n".join(sorted({*imports, "import numpy as np", f"from PIL import {names}"}, key=_import_order))
-    return "\n".join([head, "", loading + _forward(format), *_using(signature, photo)])
+    head = "\n".join(sorted({*imports, "import numpy as np", f"from PIL import {names}"}, key=_build_import_key))
+    return "\n".join([head, "", loading + _format_forward_code(format), *_build_usage_lines(signature, photo)])
 
 
-def _import_order(line: str) -> tuple[bool, str]:
+def _build_import_key(line: str) -> tuple[bool, str]:
     return line.startswith("from"), line.lower()
 
 
-def _weights(task: Task, model: Any, file: Path) -> tuple[list[str], str]:
+def _build_weights_loading(task: Task, model: Any, file: Path) -> tuple[list[str], str]:
     imports, built = _build_lines(task, model)
     lines = [*built, f"model.load_state_dict(load_file({json.dumps(str(file))}))", "model.eval()"]
     return ["import torch", *imports, "from safetensors.torch import load_file"], "\n".join(lines)
 
 
-def _program(task: Task, model: Any, file: Path) -> tuple[list[str], str]:
+def _build_program_loading(task: Task, model: Any, file: Path) -> tuple[list[str], str]:
     return ["import torch"], f"model = torch.export.load({json.dumps(str(file))}).module()"
 
 
-def _session(task: Task, model: Any, file: Path) -> tuple[list[str], str]:
+def _build_session_loading(task: Task, model: Any, file: Path) -> tuple[list[str], str]:
     arguments = f'    {json.dumps(str(file))}, providers=["CPUExecutionProvider"]'
     return ["import onnxruntime as ort"], f"session = ort.InferenceSession(\n{arguments}\n)"
 
 
-_LOADING = {"safetensors": _weights, "torch_export": _program, "onnx": _session}
+_LOADING = {
+    "safetensors": _build_weights_loading,
+    "torch_export": _build_program_loading,
+    "onnx": _build_session_loading,
+}
 
 
-def _forward(format: str) -> str:
+def _format_forward_code(format: str) -> str:
     if format == "onnx":
         return '\n\n\ndef forward(x):\n    return session.run(None, {"image": x})[0]\n'
     return "\n\n\n@torch.inference_mode()\ndef forward(x):\n    return model(torch.from_numpy(x)).numpy()\n"
 
 
-def class_to_build(model: Any, format: str) -> str | None:
+def name_class_to_build(model: Any, format: str) -> str | None:
     """Return the name of the class that the code leaves to the user; None if it builds the model, or needs none."""
     theirs = type(model).__module__.partition(".")[0] in ("timm", "segmentation_models_pytorch")
     return None if format != "safetensors" or theirs or type(model) is UNet else type(model).__name__
@@ -165,7 +171,7 @@ def _build_lines(task: Task, model: Any) -> tuple[list[str], list[str]]:
     data: Any = getattr(task.recipe, "data", None)
     home = type(model).__module__.partition(".")[0]
     if home == "timm":
-        return ["import timm"], _timms(options, data, model)
+        return ["import timm"], _build_timm_lines(options, data, model)
     if home == "segmentation_models_pytorch":
         kind, outputs = options.name.removeprefix(PREFIX), 1 if data.classes == 2 else data.classes
         shape = f"in_channels={data.channels}, classes={outputs}"
@@ -179,7 +185,7 @@ def _build_lines(task: Task, model: Any) -> tuple[list[str], list[str]]:
     return [], [f"model = {type(model).__name__}(...)"]
 
 
-def _timms(options: Any, data: Any, model: Any) -> list[str]:
+def _build_timm_lines(options: Any, data: Any, model: Any) -> list[str]:
     import timm
 
     settings = timm.get_pretrained_cfg(options.name)
@@ -192,7 +198,7 @@ def _timms(options: Any, data: Any, model: Any) -> list[str]:
     return [*built, f"model.conv1 = {stem}  # model.small_stem", "model.maxpool = torch.nn.Identity()"]
 
 
-def _using(signature: Signature, photo: str) -> list[str]:
+def _build_usage_lines(signature: Signature, photo: str) -> list[str]:
     taken = signature.preprocessing
     resizes = taken.max_side is not None or taken.resize is not None
     sized = "sized(image)" if resizes else "image"
@@ -211,10 +217,10 @@ def _using(signature: Signature, photo: str) -> list[str]:
         parts.append(_ENLARGED)
     names = pprint.pformat(signature.classes, width=COLUMNS - len("classes = "), indent=4, compact=True)
     code = [line for part in parts for line in ("", part)]
-    return [*code, "", f"classes = {names}", _answer(signature, photo).rstrip()]
+    return [*code, "", f"classes = {names}", _format_answer_code(signature, photo).rstrip()]
 
 
-def _answer(signature: Signature, photo: str) -> str:
+def _format_answer_code(signature: Signature, photo: str) -> str:
     if signature.answer == "class":
         return _CHANCES.format(photo=json.dumps(photo))
     logits = "answer(prepared(photo))[0]"

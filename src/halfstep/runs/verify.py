@@ -8,16 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep.errors import BadData, HalfstepError, NoCheckpoint, NotExact, WrongUse, advice, begin_again
-from halfstep.numbers import several
+from halfstep.errors import (
+    BadData,
+    HalfstepError,
+    NoCheckpoint,
+    NotExact,
+    WrongUse,
+    advise_new_run,
+    choose_caller_wording,
+)
+from halfstep.numbers import format_counted_noun
 from halfstep.runs.verify_page import ReadSpeed, VerifiedCheckpoint, VerifyReport
-from halfstep.terminal import progress
+from halfstep.terminal import display_progress
 
 if TYPE_CHECKING:
     from halfstep.checkpoint.paths import CheckpointDir
     from halfstep.checkpoint.reading import CheckpointVerdict
     from halfstep.runs.data_check import VerifiedData
-    from halfstep.train.resume_proof import Proof
+    from halfstep.train.resume_proof import ResumeProof
     from halfstep.train.task import Task
 
 TRIES = 10
@@ -51,15 +59,15 @@ def verify(
         WrongUse: A proof of more steps than the run has.
     """
     folder = Path(os.path.expanduser(run))
-    result = read_checkpoints(folder)
-    error, proof, found = _damage(folder, result), None, None
+    result = verify_checkpoints(folder)
+    error, proof, found = _build_damage_error(folder, result), None, None
     if data and error is None:
         found = _check_data(folder, result.verdicts[0].generation, task)
         error = _changed_data_error(found)
     if resume_steps is not None and error is None:
         error = _several_processes_error(folder, result)
         if error is None:
-            proof = _prove(folder, result.verdicts, resume_steps, task)
+            proof = _prove_resume(folder, result.verdicts, resume_steps, task)
             error = _not_exact_error(proof)
     return replace(_make_report(folder, result, error, proof), data=found)
 
@@ -96,15 +104,15 @@ class VerifiedRun:
         return "the disk" if 10 * self.from_disk > self.bytes else "other programs on the cores"
 
 
-def read_checkpoints(folder: Path) -> VerifiedRun:
+def verify_checkpoints(folder: Path) -> VerifiedRun:
     """Read every byte of every checkpoint. No lock is needed: a generation that disappears was retired by the run."""
-    from halfstep.checkpoint.paths import CHECKPOINTS, generations
-    from halfstep.train.run_folder import recipe_in
+    from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
+    from halfstep.train.run_folder import find_recipe_file
 
-    place = recipe_in(folder).parent / CHECKPOINTS
+    place = find_recipe_file(folder).parent / CHECKPOINTS
     # A run that saves often may retire every listed generation while the first is read.
     for _ in range(TRIES):
-        found = generations(place)
+        found = list_generations(place)
         result = _verify_all(found)
         if result.verdicts or not found:
             break  # otherwise the run retired all of them and has saved new ones
@@ -112,11 +120,11 @@ def read_checkpoints(folder: Path) -> VerifiedRun:
 
 
 def _verify_all(found: list[CheckpointDir]) -> VerifiedRun:
-    from halfstep.checkpoint.reading import verified
+    from halfstep.checkpoint.reading import verify_checkpoint
 
-    total, done = sum(map(_size, found)), 0
-    before, began = _spent(), time.perf_counter()
-    with progress("verifying", "MB") as on_progress:
+    total, done = sum(map(_compute_checkpoint_bytes, found)), 0
+    before, began = _measure_thread_usage(), time.perf_counter()
+    with display_progress("verifying", "MB") as on_progress:
 
         def count(read: int) -> None:
             nonlocal done
@@ -125,18 +133,18 @@ def _verify_all(found: list[CheckpointDir]) -> VerifiedRun:
 
         def verify_one(generation: CheckpointDir) -> CheckpointVerdict | None:
             # A problem in a generation that is gone by now is no problem: the run retired it while it was read.
-            verdict = verified(generation, count)
+            verdict = verify_checkpoint(generation, count)
             return verdict if verdict.problem is None or os.path.lexists(generation.path) else None
 
         verdicts = [verdict for one in found if (verdict := verify_one(one)) is not None]
     seconds = time.perf_counter() - began
     # User time is SHA-256, system time is copying; the rest of the wall time is waiting.
-    hashing, copying, blocks = (now - then for now, then in zip(_spent(), before, strict=True))
+    hashing, copying, blocks = (now - then for now, then in zip(_measure_thread_usage(), before, strict=True))
     # ru_inblock counts blocks of 512 bytes.
     return VerifiedRun(verdicts, done, seconds, hashing, copying, int(blocks) * 512)
 
 
-def _spent() -> tuple[float, float, int]:
+def _measure_thread_usage() -> tuple[float, float, int]:
     """Return this thread's user seconds, system seconds, and blocks read from disk."""
     try:
         import resource
@@ -147,7 +155,7 @@ def _spent() -> tuple[float, float, int]:
         return time.thread_time(), 0.0, 0
 
 
-def _size(generation: CheckpointDir) -> int:
+def _compute_checkpoint_bytes(generation: CheckpointDir) -> int:
     try:
         return sum(file.lstat().st_size for file in generation.path.iterdir())
     except OSError:
@@ -157,13 +165,13 @@ def _size(generation: CheckpointDir) -> int:
 # -- what it means ----------------------------------------------------------------------------------------------------
 
 
-def _damage(folder: Path, result: VerifiedRun) -> HalfstepError | None:
+def _build_damage_error(folder: Path, result: VerifiedRun) -> HalfstepError | None:
     """Return the error for missing or corrupt checkpoints, with what a resume would do; None if all are intact."""
     if not result.verdicts:
         return NoCheckpoint(
             f"{folder} has no checkpoints",
             allowed="a run with a checkpoint, saved every checkpoint.every_steps steps and after each epoch",
-            do=f"start it with the same {advice('command', 'call')}, and verify when it has been saved",
+            do=f"start it with the same {choose_caller_wording('command', 'call')}, and verify when it has been saved",
         )
     damaged = [one for one in result.verdicts if one.problem is not None]
     whole = [one for one in result.verdicts if one.problem is None]
@@ -175,7 +183,7 @@ def _damage(folder: Path, result: VerifiedRun) -> HalfstepError | None:
             if len(damaged) > 1
             else "the only checkpoint is damaged",
             allowed="at least one intact checkpoint; without one a resume is refused",
-            do=f"restore the folder from a copy, or {begin_again()}",
+            do=f"restore the folder from a copy, or {advise_new_run()}",
         )
     return BadData(
         f"{len(damaged)} of {len(result.verdicts)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged",
@@ -193,23 +201,29 @@ def _describe_resume(folder: Path, result: VerifiedRun) -> str:
     if result.verdicts[0].problem is None:
         return f"nothing, for a resume: it continues from {newest.name}, the newest, which is intact"
     lost = result.verdicts[0].generation.attempt - newest.attempt
-    again = f", and repeats at least {several(lost, 'step')}" if lost else ""
+    again = f", and repeats at least {format_counted_noun(lost, 'step')}" if lost else ""
     return f"start the run with the same command: it continues from {newest.name} (step {newest.attempt:,}){again}"
 
 
-def _make_report(folder: Path, result: VerifiedRun, error: HalfstepError | None, proof: Proof | None) -> VerifyReport:
-    from halfstep.checkpoint.paths import CHECKPOINTS, set_aside
+def _make_report(
+    folder: Path, result: VerifiedRun, error: HalfstepError | None, proof: ResumeProof | None
+) -> VerifyReport:
+    from halfstep.checkpoint.paths import CHECKPOINTS, list_set_aside
 
     checkpoints = []
     for one in result.verdicts:
-        size, ranks = (one.manifest.bytes, one.manifest.world_size) if one.manifest else (_size(one.generation), None)
+        size, ranks = (
+            (one.manifest.bytes, one.manifest.world_size)
+            if one.manifest
+            else (_compute_checkpoint_bytes(one.generation), None)
+        )
         named = (one.generation.name, one.generation.attempt)
         checkpoints.append(VerifiedCheckpoint(*named, one.problem is None, one.problem, size, ranks))
     newest = next((one.name for one in checkpoints if one.whole), None)
     per_second, limit = (result.bytes / result.seconds, result.limited_by) if result.seconds >= BRIEF else (None, None)
     parts = (result.hashing, result.copying, result.from_disk)
     speed = ReadSpeed(result.bytes, result.seconds, per_second, limit, *parts)
-    aside = tuple(path.name for path in set_aside(folder / CHECKPOINTS))
+    aside = tuple(path.name for path in list_set_aside(folder / CHECKPOINTS))
     return VerifyReport(folder, tuple(checkpoints), newest, aside, speed, error, proof)
 
 
@@ -218,10 +232,10 @@ def _make_report(folder: Path, result: VerifiedRun, error: HalfstepError | None,
 
 def _check_data(folder: Path, newest: CheckpointDir, task: type[Task] | str | os.PathLike[str] | None) -> VerifiedData:
     from halfstep.runs.data_check import check_data
-    from halfstep.runs.registry import own_task
+    from halfstep.runs.registry import resolve_own_task
 
-    with progress("reading", "shards") as on_progress:
-        return check_data(folder, newest, own_task(task) if task is not None else None, on_progress)
+    with display_progress("reading", "shards") as on_progress:
+        return check_data(folder, newest, resolve_own_task(task) if task is not None else None, on_progress)
 
 
 def _changed_data_error(found: VerifiedData) -> BadData | None:
@@ -243,31 +257,36 @@ def _several_processes_error(folder: Path, result: VerifiedRun) -> WrongUse | No
     if together == 1:
         return None
     return WrongUse(
-        f"{advice('--resume', 'resume_steps')} for a run of {together} processes",
+        f"{choose_caller_wording('--resume', 'resume_steps')} for a run of {together} processes",
         allowed="runs of one process; the checkpoints of all processes were checked, byte for byte",
-        do=advice(f"halfstep verify {folder}, without --resume", f'halfstep.verify("{folder}")'),
+        do=choose_caller_wording(f"halfstep verify {folder}, without --resume", f'halfstep.verify("{folder}")'),
     )
 
 
-def _prove(
+def _prove_resume(
     folder: Path,
     verdicts: list[CheckpointVerdict],
     steps: int,
     task: type[Task] | str | os.PathLike[str] | None,
-) -> Proof:
+) -> ResumeProof:
     """Train a few steps in two ways in a temporary folder, and compare."""
     import tempfile
 
-    from halfstep.runs.finished import rebuilding
-    from halfstep.runs.registry import own_task
-    from halfstep.train.resume_proof import prove
+    from halfstep.runs.finished import build_run_rebuilder
+    from halfstep.runs.registry import resolve_own_task
+    from halfstep.train.resume_proof import prove_exact_resume
 
-    own = (lambda: own_task(task)) if task is not None else None
-    with tempfile.TemporaryDirectory(prefix="halfstep-verify-") as place, progress("proving", "steps") as on_progress:
-        return prove(rebuilding(folder, own), [one.generation for one in verdicts], steps, Path(place), on_progress)
+    own = (lambda: resolve_own_task(task)) if task is not None else None
+    with (
+        tempfile.TemporaryDirectory(prefix="halfstep-verify-") as place,
+        display_progress("proving", "steps") as on_progress,
+    ):
+        return prove_exact_resume(
+            build_run_rebuilder(folder, own), [one.generation for one in verdicts], steps, Path(place), on_progress
+        )
 
 
-def _not_exact_error(proof: Proof) -> NotExact | None:
+def _not_exact_error(proof: ResumeProof) -> NotExact | None:
     if proof.equal:
         return None
     lines = [str(one) for one in (proof.loss, proof.state) if one is not None]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from halfstep._version import installed_version
-from halfstep.measure.conditions import conditions
-from halfstep.precision.hardware import FORMAT_NAMES, Device, ability, facts
+from halfstep._version import find_package_version
+from halfstep.measure.conditions import collect_conditions
+from halfstep.precision.hardware import FORMAT_NAMES, Device, describe_device_facts, find_format_support
 
 PACKAGES = ("numpy", "pydantic", "safetensors", "torchvision", "triton")
 _PLAIN = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
@@ -25,10 +25,10 @@ _SHORTEST = 2
 """A name of one letter would be found in ordinary text."""
 
 
-def device_facts(device: Device) -> dict[str, Any]:
+def collect_device_facts(device: Device) -> dict[str, Any]:
     """Return the device, the versions, the flags and the settings of this process as plain data."""
-    now = conditions(device.place)
-    plain = {name: without_names(os.environ[name]) for name in _PLAIN if name in os.environ}
+    now = collect_conditions(device.place)
+    plain = {name: anonymize_text(os.environ[name]) for name in _PLAIN if name in os.environ}
     has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     return {
         "device": {
@@ -38,14 +38,14 @@ def device_facts(device: Device) -> dict[str, Any]:
             "memory": int(torch.cuda.get_device_properties(device.place).total_memory)
             if device.kind in ("cuda", "rocm")
             else None,
-            "native": [name for name in FORMAT_NAMES if ability(device, name).native],
-            **facts(device),
+            "native": [name for name in FORMAT_NAMES if find_format_support(device, name).native],
+            **describe_device_facts(device),
         },
         "versions": {
             **{name: now[name] for name in ("halfstep", "torch", "python")},
             "system": f"{platform.system()} {platform.machine()}",
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
-            **{name: installed_version(name) for name in PACKAGES},
+            **{name: find_package_version(name) for name in PACKAGES},
         },
         "flags": {**now["flags"], "mkldnn.available": str(torch.backends.mkldnn.is_available())},
         **{name: now[name] for name in ("threads", "cores", "load")},
@@ -56,7 +56,7 @@ def device_facts(device: Device) -> dict[str, Any]:
 _PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][^\s\\/:'\"<>|,;()]+){2,}|~(?:[\\/][^\s'\",;()]+)+")
 
 
-def without_names(text: str) -> str:
+def anonymize_text(text: str) -> str:
     """Return the text with only the last part of each path, and without the names of this host and this user."""
     text = _PATH.sub(lambda found: re.split(r"[\\/]", found[0])[-1], text)
     try:

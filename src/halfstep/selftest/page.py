@@ -11,13 +11,13 @@ from halfstep.selftest.names import FAILED, PARTS, PASSED, SKIPPED
 _STYLE: dict[str, Style] = {PASSED: "good", FAILED: "bad", SKIPPED: "warn"}
 
 
-def list_page() -> Page:
+def build_list_page() -> Page:
     """Return the page of the parts and what each checks."""
     columns = (Column("part", wrap="never"), Column("checks", wrap="fold"))
     return Page("parts of the self-test", (Table(columns, tuple(PARTS.items())),))
 
 
-def parts_page(report: dict[str, Any]) -> Page:
+def build_results_page(report: dict[str, Any]) -> Page:
     """Return the page of the results, part by part."""
     columns = (Column("part", wrap="never"), Column("result", wrap="never"), Column("figure", wrap="fold"))
     rows = []
@@ -35,7 +35,7 @@ def parts_page(report: dict[str, Any]) -> Page:
     return Page("self-test", tuple(blocks))
 
 
-def end_page(report: dict[str, Any], file: Path | None) -> Page:
+def build_end_page(report: dict[str, Any], file: Path | None) -> Page:
     """Return how it ended, and what to do next."""
     counts = {result: [row["part"] for row in report["parts"] if row["result"] == result] for result in _STYLE}
     skipped = f", {len(counts[SKIPPED])} skipped" if counts[SKIPPED] else ""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from halfstep.precision.hardware import Device, ability
-from halfstep.precision.names import precision_names
-from halfstep.precision.precision import Precision, precision_named
+from halfstep.precision.hardware import Device, find_format_support
+from halfstep.precision.names import list_precision_names
+from halfstep.precision.precision import Precision, resolve_precision_name
 from halfstep.precision.select import choose_precision
 
 ROOM = 64 * 2**20
@@ -51,8 +51,8 @@ class PartContext:
 
     def native(self) -> list[Precision]:
         """Return the precisions that the device computes in natively, fp32 first."""
-        names = [name for name in precision_names() if ability(self.described, name).native]
-        return [precision_named(name) for name in sorted(names, key=lambda name: name != "fp32")]
+        names = [name for name in list_precision_names() if find_format_support(self.described, name).native]
+        return [resolve_precision_name(name) for name in sorted(names, key=lambda name: name != "fp32")]
 
     def chosen(self) -> Precision:
         """Return the precision that `auto` chooses."""
@@ -60,7 +60,7 @@ class PartContext:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PartResult:
     """The end of a part that passed: a few words for the table, and the figures behind them."""
 
     figure: str

@@ -29,7 +29,7 @@ def selftest(names: Sequence[str], *, device: str | None = None, on_part: OnPart
     """
     began = time.perf_counter()
     report: dict[str, Any] = {"form": FORM, "parts": [], "interrupted": False}
-    with _folder() as folder, _Parts(folder, device) as parts:
+    with _create_temporary_folder() as folder, _PartRunner(folder, device) as parts:
         try:
             on_part("", 0, len(names))
             report |= parts.about()
@@ -39,13 +39,13 @@ def selftest(names: Sequence[str], *, device: str | None = None, on_part: OnPart
         except KeyboardInterrupt:
             report["interrupted"] = True
             report["parts"] += [
-                _row(name, SKIPPED, 0.0, figure="interrupted") for name in names[len(report["parts"]) :]
+                _build_part_row(name, SKIPPED, 0.0, figure="interrupted") for name in names[len(report["parts"]) :]
             ]
     report["passed"] = not report["interrupted"] and all(row["result"] != FAILED for row in report["parts"])
     return report | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-class _Parts:
+class _PartRunner:
     """The process of the parts, started anew for the next part where one has ended it."""
 
     def __init__(self, folder: Path | None, device: str | None) -> None:
@@ -70,17 +70,19 @@ class _Parts:
             return self._process.part(name)
         except (CandidateFailed, CandidateTooSlow) as error:
             self.close()
-            from halfstep.selftest.facts import without_names
+            from halfstep.selftest.facts import anonymize_text
 
             seconds = round(time.perf_counter() - began, 1)
-            return _row(name, FAILED, seconds, error=without_names(f"the process of this part died: {error}"))
+            return _build_part_row(
+                name, FAILED, seconds, error=anonymize_text(f"the process of this part died: {error}")
+            )
 
     def close(self) -> None:
         """End the process and everything that it started."""
         self._process = None
         self._stack.close()
 
-    def __enter__(self) -> _Parts:
+    def __enter__(self) -> _PartRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,12 +107,12 @@ class _PartProcess(CandidateProcess):
         return row
 
 
-def _row(name: str, result: str, seconds: float, *, figure: str = "", error: str | None = None) -> PartRow:
+def _build_part_row(name: str, result: str, seconds: float, *, figure: str = "", error: str | None = None) -> PartRow:
     return {"part": name, "result": result, "figure": figure, "figures": {}, "error": error, "seconds": seconds}
 
 
 @contextmanager
-def _folder() -> Iterator[Path | None]:
+def _create_temporary_folder() -> Iterator[Path | None]:
     """Yield a folder for what the parts write, and remove it; None if no temporary folder can be written."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="halfstep-selftest-"))

@@ -10,7 +10,7 @@ CLASSES = 4
 Batch = tuple[Tensor, Tensor]
 
 
-def convolutional_model(device: torch.device, *, width: int = 16) -> nn.Module:
+def build_convolutional_model(device: torch.device, *, width: int = 16) -> nn.Module:
     """Return the model, with the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -28,7 +28,7 @@ def convolutional_model(device: torch.device, *, width: int = 16) -> nn.Module:
     return model.to(device)
 
 
-def batch(device: torch.device, *, samples: int = 8, size: int = 16, seed: int = 1) -> Batch:
+def create_image_batch(device: torch.device, *, samples: int = 8, size: int = 16, seed: int = 1) -> Batch:
     """Return images and their classes, drawn on the host so that they are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(samples, 3, size, size, generator=generator)
@@ -36,6 +36,6 @@ def batch(device: torch.device, *, samples: int = 8, size: int = 16, seed: int =
     return images.to(device), classes.to(device)
 
 
-def classified(model: nn.Module, batch: Batch) -> Tensor:
+def compute_classification_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the cross entropy of a batch."""
     return functional.cross_entropy(model(batch[0]), batch[1])

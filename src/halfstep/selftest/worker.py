@@ -11,15 +11,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import HalfstepError, in_one_line, missing_extra, reason_in
-from halfstep.measure.worker import main
+from halfstep.errors import HalfstepError, convert_import_error, format_error_line, format_error_reason
+from halfstep.measure.worker import serve_requests
 from halfstep.selftest.names import FAILED, PASSED, SKIPPED
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_")
 """What a launcher leaves in the environment, by which torch would take this process for one rank of several."""
 
 
-def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _start_worker(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
         del os.environ[name]
     if question["folder"] is not None:
@@ -28,20 +28,20 @@ def _open(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     import torch
 
-    from halfstep.precision.hardware import describe
-    from halfstep.selftest.facts import device_facts
+    from halfstep.precision.hardware import describe_device
+    from halfstep.selftest.facts import collect_device_facts
     from halfstep.selftest.part import PartContext
 
-    device = describe(question["device"])
+    device = describe_device(question["device"])
     if device.kind == "cpu":
         # Several threads wait for one another where other work runs, and models as small as these gain nothing.
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
     place = PartContext(device, Path(question["folder"]) if question["folder"] is not None else None)
-    return place, device_facts(device)
+    return place, collect_device_facts(device)
 
 
-def _do(place: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _answer_question(place: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     began = time.perf_counter()
     row = {"part": question["do"], "figure": "", "figures": {}, "error": None, **_run_part(place, question["do"])}
     return place, row | {"seconds": round(time.perf_counter() - began, 1)}
@@ -49,7 +49,7 @@ def _do(place: Any, question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _run_part(place: Any, name: str) -> dict[str, Any]:
     """Run a part and return how it ended."""
-    from halfstep.selftest.facts import without_names
+    from halfstep.selftest.facts import anonymize_text
     from halfstep.selftest.part import PartFailed, PartSkipped
 
     try:
@@ -57,21 +57,24 @@ def _run_part(place: Any, name: str) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = importlib.import_module(f"halfstep.selftest.parts.{name}").check(place)
-        return {"result": PASSED, "figure": without_names(found.figure), "figures": found.figures}
+        return {"result": PASSED, "figure": anonymize_text(found.figure), "figures": found.figures}
     except PartSkipped as skipped:
-        return {"result": SKIPPED, "figure": without_names(str(skipped))}
+        return {"result": SKIPPED, "figure": anonymize_text(str(skipped))}
     except ImportError as error:
-        extra = missing_extra(error) or (error if isinstance(error, HalfstepError) else None)
+        extra = convert_import_error(error) or (error if isinstance(error, HalfstepError) else None)
         if extra is not None:
-            return {"result": SKIPPED, "figure": without_names(f"{reason_in(extra)}: {extra.do}")}
-        return {"result": FAILED, "error": without_names(in_one_line(error))}
+            return {"result": SKIPPED, "figure": anonymize_text(f"{format_error_reason(extra)}: {extra.do}")}
+        return {"result": FAILED, "error": anonymize_text(format_error_line(error))}
     except PartFailed as failed:
-        return {"result": FAILED, "error": without_names(str(failed))}
+        return {"result": FAILED, "error": anonymize_text(str(failed))}
     except Exception as error:  # anything that the device, its driver or halfstep raises
-        return {"result": FAILED, "error": without_names(f"{in_one_line(error)} ({_line(error)})")}
+        return {
+            "result": FAILED,
+            "error": anonymize_text(f"{format_error_line(error)} ({_find_raising_line(error)})"),
+        }
 
 
-def _line(error: BaseException) -> str:
+def _find_raising_line(error: BaseException) -> str:
     """Return the file and the line that raised, without its folder."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
@@ -81,4 +84,4 @@ def _line(error: BaseException) -> str:
 
 if __name__ == "__main__":
     sys.dont_write_bytecode = True  # the folder of an installed package may be read-only
-    main(_open, _do)
+    serve_requests(_start_worker, _answer_question)

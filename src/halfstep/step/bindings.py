@@ -31,18 +31,18 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))
 
 
-class _Kept(NamedTuple):
+class _KeptDictionary(NamedTuple):
     """One dictionary of a module, and how it is restored."""
 
     names: Names
     restore: Callable[[Names, Names], None]
 
 
-class Bindings:
+class ModuleBindings:
     """The attributes of some modules at the last `remember`."""
 
     def __init__(self) -> None:
-        self._kept: list[_Kept] = []
+        self._kept: list[_KeptDictionary] = []
         self._saved: list[Names] = []
         self._containers: list[tuple[Any, Any]] = []
         self._attributes: list[tuple[Names, int]] = []
@@ -56,17 +56,21 @@ class Bindings:
         self._whole = [(part.__dict__, _count_torch_entries(part)) for part in included.values()]
         followed = list(modules)
         self._attributes = [(module.__dict__, _count_torch_entries(module)) for module in followed]
-        self._kept = [kept for module in followed for kept in _dictionaries(module, whole=id(module) in included)]
+        self._kept = [
+            kept for module in followed for kept in _iterate_dictionaries(module, whole=id(module) in included)
+        ]
         self._saved = []
 
     def remember(self) -> None:
         """Save the bindings, before the first micro-batch."""
         self._saved = [names.copy() for names, _ in self._kept]
-        self._containers = [(value, value.copy()) for names, own in self._whole for value in _containers(names, own)]
+        self._containers = [
+            (value, value.copy()) for names, own in self._whole for value in _list_containers(names, own)
+        ]
 
     def add(self, module: nn.Module) -> None:
         """Save the bindings of one more module in an open window, before it runs."""
-        for kept in _dictionaries(module, whole=False):
+        for kept in _iterate_dictionaries(module, whole=False):
             self._kept.append(kept)
             self._saved.append(kept.names.copy())
 
@@ -88,7 +92,7 @@ class Bindings:
         for (names, restore), before in zip(self._kept, self._saved, strict=True):
             restore(names, before)
         for container, before in self._containers:
-            _refill(container, before)
+            _refill_container(container, before)
 
 
 def _count_torch_entries(module: nn.Module) -> int:
@@ -96,13 +100,13 @@ def _count_torch_entries(module: nn.Module) -> int:
     return len(_STANDARD) if list(islice(module.__dict__, len(_STANDARD))) == _STANDARD else 0
 
 
-def _dictionaries(module: nn.Module, *, whole: bool) -> Iterator[_Kept]:
+def _iterate_dictionaries(module: nn.Module, *, whole: bool) -> Iterator[_KeptDictionary]:
     # Scripted modules keep theirs in C++; DistributedDataParallel keeps the state of its reducer.
     if isinstance(module, (torch.jit.ScriptModule, DistributedDataParallel)):
         return
-    yield _Kept(module.__dict__, _restore_all_attributes if whole else _restore_attributes)
-    yield _Kept(module._buffers, _restore_registry)
-    yield _Kept(module._parameters, _restore_parameters)
+    yield _KeptDictionary(module.__dict__, _restore_all_attributes if whole else _restore_attributes)
+    yield _KeptDictionary(module._buffers, _restore_registry)
+    yield _KeptDictionary(module._parameters, _restore_parameters)
 
 
 def _restore_attributes(names: Names, before: Names) -> None:
@@ -138,13 +142,13 @@ _CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
 """Exactly these types: others may be frozen, or compute what they hold."""
 
 
-def _containers(names: Names, own: int) -> list[Any]:
+def _list_containers(names: Names, own: int) -> list[Any]:
     if own:
         return [value for value in islice(names.values(), own, None) if type(value) in _CONTAINERS]
     return [value for name, value in names.items() if name not in _REGISTRIES and type(value) in _CONTAINERS]
 
 
-def _refill(container: Any, before: Any) -> None:
+def _refill_container(container: Any, before: Any) -> None:
     """Give a container the members that it had."""
     if isinstance(container, (dict, set)):
         container.clear()

@@ -14,38 +14,38 @@ from torch.nn.parameter import is_lazy
 from halfstep.errors import StateMismatch, TornUpdate, WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import FP64
-from halfstep.observe.reachable import global_names, held_by
+from halfstep.observe.reachable import find_reachable_instances, list_global_names
 from halfstep.precision.precision import Precision
-from halfstep.step.optimizer_slot import owned_by
-from halfstep.step.stored_formats import check_trained, some
+from halfstep.step.optimizer_slot import list_optimizer_parameters
+from halfstep.step.stored_formats import check_trained_weights_wide, format_first_names
 
 
-def check(
+def check_model_and_optimizers(
     model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], ranks: int, *, narrow: bool = False
 ) -> list[Finding]:
     """Refuse what would train nothing, or train it wrongly in silence; return findings about what probably will.
 
     With `narrow`, trained weights may be stored in bf16. Raises WrongUse.
     """
-    _check_wrapper(model)
-    check_initialized(model)
+    _check_model_wrapper(model)
+    check_no_lazy_modules(model)
     names = {id(p): name for name, p in model.named_parameters()}
     for name, optimizer in optimizers.items():
-        _check_closure(name, optimizer)
-        _check_offload(name, optimizer)
-        owned = owned_by(optimizer)
-        _check_belongs(name, owned, names)
-        _check_there(owned, names, ranks)
+        _check_steps_once(name, optimizer)
+        _check_no_offload(name, optimizer)
+        owned = list_optimizer_parameters(optimizer)
+        _check_belongs_to_model(name, owned, names)
+        _check_meta_and_foreign(owned, names, ranks)
         trained = [p for p in owned if p.requires_grad and not (narrow and p.dtype is torch.bfloat16)]
-        check_trained(trained, model, names)
-        _check_hooks(name, owned, names)
-    _check_distinct(optimizers, names)
-    return _stale(model, optimizers)
+        check_trained_weights_wide(trained, model, names)
+        _check_optimizer_in_backward(name, owned, names)
+    _check_distinct_parameters(optimizers, names)
+    return _find_stale_optimizer(model, optimizers)
 
 
 def check_trainable(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     """Raise WrongUse if no optimizer has a trainable parameter; one of several may be frozen, as in a GAN."""
-    owned = [p for optimizer in optimizers.values() for p in owned_by(optimizer)]
+    owned = [p for optimizer in optimizers.values() for p in list_optimizer_parameters(optimizer)]
     if not any(p.requires_grad for p in owned):
         raise WrongUse(
             f"optimizers {', '.join(map(repr, optimizers))} hold {len(owned)} parameters, all of them frozen",
@@ -54,16 +54,16 @@ def check_trainable(model: nn.Module, optimizers: Mapping[str, torch.optim.Optim
         )
 
 
-def check_stored(precision: Precision, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+def check_fp64_storage(precision: Precision, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     """Raise WrongUse for fp64 with trainable weights in fewer bits: no autocast widens them."""
     if precision.stores is not FP64:
         return
     names = {id(p): name for name, p in model.named_parameters()}
-    owned = [p for optimizer in optimizers.values() for p in owned_by(optimizer) if p.requires_grad]
+    owned = [p for optimizer in optimizers.values() for p in list_optimizer_parameters(optimizer) if p.requires_grad]
     narrow = [names.get(id(p), "(not of the model)") for p in owned if p.is_floating_point() and p.dtype.itemsize < 8]
     if narrow:
         raise WrongUse(
-            f"precision={precision.name!r} with trainable weights in fewer than 64 bits: {some(narrow)}",
+            f"precision={precision.name!r} with trainable weights in fewer than 64 bits: {format_first_names(narrow)}",
             allowed="a model in float64, and batches in float64",
             do="model.double() before the optimizer is built, or precision='fp32'",
         )
@@ -83,13 +83,13 @@ def check_same_conversion(ours: Mapping[str, str], saved: Mapping[str, str]) -> 
     )
 
 
-def idle_island(path: str) -> Finding:
+def build_idle_island_finding(path: str) -> Finding:
     """Return the finding for an island in which nothing ran."""
     evidence = f"nothing ran in the island {path!r}: its weights are used elsewhere, in the precision of the run"
     return Finding("island.idle", "warning", evidence, "make the module that uses them an island")
 
 
-def batch_written(paths: Sequence[str]) -> Finding:
+def build_batch_written_finding(paths: Sequence[str]) -> Finding:
     """Return the finding for a step that changes its batch in place."""
     return Finding(
         "batch.written",
@@ -99,7 +99,7 @@ def batch_written(paths: Sequence[str]) -> Finding:
     )
 
 
-def rebound(names: Sequence[str]) -> Finding:
+def build_rebound_tensors_finding(names: Sequence[str]) -> Finding:
     """Return the finding for tensors outside of modules that a skipped step has bound anew."""
     return Finding(
         "rollback.rebound",
@@ -109,7 +109,7 @@ def rebound(names: Sequence[str]) -> Finding:
     )
 
 
-def check_surroundings(device: torch.device) -> None:
+def check_grad_and_autocast(device: torch.device) -> None:
     """Raise WrongUse if a step could not learn: inside autocast, no_grad or inference_mode."""
     # Casts of weights are cached until the outermost autocast ends, so later steps would compute with old weights.
     if torch.is_autocast_enabled(device.type):
@@ -126,7 +126,7 @@ def check_surroundings(device: torch.device) -> None:
         )
 
 
-def check_window(*, torn: bool, in_one: bool, empty: bool) -> None:
+def check_window_can_start(*, torn: bool, in_one: bool, empty: bool) -> None:
     """Raise TornUpdate or WrongUse if a window cannot start, or its settings cannot change, in this state."""
     if torn:
         raise TornUpdate(
@@ -141,14 +141,14 @@ def check_window(*, torn: bool, in_one: bool, empty: bool) -> None:
         )
 
 
-def check_only(name: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+def check_optimizer_name(name: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     """Raise WrongUse if no optimizer has this name."""
     if name not in optimizers:
         names = ", ".join(map(repr, optimizers))
         raise WrongUse(f"only={name!r}", allowed=names, do="name one of this Stepper's optimizers")
 
 
-def no_loss(names: Sequence[str], losses: Mapping[str, object]) -> WrongUse:
+def build_missing_loss_error(names: Sequence[str], losses: Mapping[str, object]) -> WrongUse:
     """Return the error for optimizers that the loss function returned no loss for."""
     missing = [name for name in names if name not in losses]
     return WrongUse(
@@ -158,7 +158,7 @@ def no_loss(names: Sequence[str], losses: Mapping[str, object]) -> WrongUse:
     )
 
 
-def check_foreign_calls(weights_moved: bool, gradients_moved: bool) -> None:
+def check_no_foreign_calls(weights_moved: bool, gradients_moved: bool) -> None:
     """Raise WrongUse if other code clipped or stepped between `backward()` and `apply()`."""
     if weights_moved:
         raise WrongUse(
@@ -174,7 +174,7 @@ def check_foreign_calls(weights_moved: bool, gradients_moved: bool) -> None:
         )
 
 
-def _check_wrapper(model: nn.Module) -> None:
+def _check_model_wrapper(model: nn.Module) -> None:
     """Refuse wrappers that keep gradients, or whole parameters, where a step does not see them."""
     if isinstance(model, nn.DataParallel):
         raise WrongUse(
@@ -192,18 +192,18 @@ def _check_wrapper(model: nn.Module) -> None:
         )
 
 
-def check_initialized(model: nn.Module) -> None:
+def check_no_lazy_modules(model: nn.Module) -> None:
     """Refuse lazy modules, whose first batch makes their weights and sets a shape that a rollback cannot undo."""
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise WrongUse(
-            f"{some(lazy)} of lazy modules, which have no shape before the first batch",
+            f"{format_first_names(lazy)} of lazy modules, which have no shape before the first batch",
             allowed="initialized parameters and buffers",
             do="model(batch) once under torch.no_grad(), then build the optimizer and the Stepper",
         )
 
 
-def _check_closure(name: str, optimizer: torch.optim.Optimizer) -> None:
+def _check_steps_once(name: str, optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     needed = closure is not None and closure.default is inspect.Parameter.empty
     # SAM and its variants come from many packages; all of them have these two methods.
@@ -220,7 +220,7 @@ _OFFLOADING = (("torchao", "CPUOffloadOptimizer"), ("bitsandbytes", "Paged"))
 """Packages, and how the names of their optimizers start that move state or gradients on their own."""
 
 
-def _check_offload(name: str, optimizer: torch.optim.Optimizer) -> None:
+def _check_no_offload(name: str, optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers that take gradients during backward, or keep state where no checkpoint sees it."""
     for kind in type(optimizer).__mro__:
         if any(kind.__module__.startswith(package) and kind.__name__.startswith(own) for package, own in _OFFLOADING):
@@ -233,7 +233,7 @@ def _check_offload(name: str, optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _check_hooks(name: str, owned: list[torch.Tensor], names: Mapping[int, str]) -> None:
+def _check_optimizer_in_backward(name: str, owned: list[torch.Tensor], names: Mapping[int, str]) -> None:
     """Refuse an optimizer in backward: it updates before it is known whether the gradients are finite."""
     for p in owned:
         hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
@@ -248,10 +248,14 @@ def _check_hooks(name: str, owned: list[torch.Tensor], names: Mapping[int, str])
 def _steps_an_optimizer(hook: Any) -> bool:
     """Return whether a hook calls `step` of an optimizer; one that only reads gradients may lead to one as well."""
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    return code is not None and "step" in global_names(code) and bool(held_by(hook, torch.optim.Optimizer))
+    return (
+        code is not None
+        and "step" in list_global_names(code)
+        and bool(find_reachable_instances(hook, torch.optim.Optimizer))
+    )
 
 
-def _check_belongs(name: str, owned: list[torch.Tensor], names: Mapping[int, str]) -> None:
+def _check_belongs_to_model(name: str, owned: list[torch.Tensor], names: Mapping[int, str]) -> None:
     if not any(id(p) in names for p in owned):
         raise WrongUse(
             f"optimizer {name!r} has {len(owned)} parameters, none of them of this model",
@@ -260,7 +264,7 @@ def _check_belongs(name: str, owned: list[torch.Tensor], names: Mapping[int, str
         )
 
 
-def _check_there(trained: list[torch.Tensor], names: Mapping[int, str], ranks: int) -> None:
+def _check_meta_and_foreign(trained: list[torch.Tensor], names: Mapping[int, str], ranks: int) -> None:
     meta = [names.get(id(p), "?") for p in trained if p.is_meta]
     if meta:
         raise WrongUse(
@@ -278,9 +282,9 @@ def _check_there(trained: list[torch.Tensor], names: Mapping[int, str], ranks: i
         )
 
 
-def _stale(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[Finding]:
+def _find_stale_optimizer(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[Finding]:
     """Find an optimizer with parameters of another model while some of this one are in none: a part was replaced."""
-    held = {id(p) for optimizer in optimizers.values() for p in owned_by(optimizer)}
+    held = {id(p) for optimizer in optimizers.values() for p in list_optimizer_parameters(optimizer)}
     own = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     left_out = [name for key, name in own.items() if key not in held]
     foreign = len(held - {id(p) for p in model.parameters()})
@@ -290,10 +294,10 @@ def _stale(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) ->
     return [Finding("optimizer.stale", "warning", evidence, "build the optimizer after the model is final")]
 
 
-def _check_distinct(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]) -> None:
+def _check_distinct_parameters(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]) -> None:
     owner: dict[int, str] = {}
     for name, optimizer in optimizers.items():
-        for p in owned_by(optimizer):
+        for p in list_optimizer_parameters(optimizer):
             if owner.setdefault(id(p), name) != name:
                 raise WrongUse(
                     f"{names.get(id(p), 'a parameter')} belongs to optimizers {owner[id(p)]!r} and {name!r}",

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys
-from halfstep.observe.recorder import as_written
+from halfstep.observe.recorder import strip_compile_wrappers
 from halfstep.precision.precision import widen
-from halfstep.step.buffers import Buffers, differ, version_of
+from halfstep.step.buffers import Buffers, have_different_bits, read_version_counter
 from halfstep.step.memory import SMALL
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ class Ema:
         New ones start with their weights.
         """
         known = {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
-        named = {as_written(n): p for n, p in self._model.named_parameters() if p.requires_grad or id(p) in known}
+        named = {
+            strip_compile_wrappers(n): p for n, p in self._model.named_parameters() if p.requires_grad or id(p) in known
+        }
         lazy = [name for name, p in named.items() if is_lazy(p)]
         if lazy:
             raise WrongUse(
@@ -105,7 +107,7 @@ class Ema:
         self._names, self._parameters = list(named), list(named.values())
         self._averages = [known.get(id(p), self._wide(p).clone()) for p in self._parameters]
         self._buffers = Buffers(self._model)
-        self._copies = _clones(self._named_buffers())
+        self._copies = _clone_tensors(self._named_buffers())
         self._sources: list[Tensor] = []
         self._small: list[tuple[Tensor, Tensor]] = []
         self._large: list[tuple[Tensor, Tensor, int]] = []
@@ -148,10 +150,10 @@ class Ema:
         """Rebuild the pairs after buffers were registered, replaced or resized."""
         named = self._named_buffers()
         if not _have_same_shapes(self._copies, named):
-            self._copies = _clones(named)
+            self._copies = _clone_tensors(named)
         self._sources = list(self._buffers)
         pairs = [(self._copies[name], buffer) for name, buffer in named.items()]
-        self._small = [pair for pair in pairs if pair[1].numel() <= SMALL or version_of(pair[1]) < 0]
+        self._small = [pair for pair in pairs if pair[1].numel() <= SMALL or read_version_counter(pair[1]) < 0]
         known = {id(buffer) for _, buffer in self._small}
         self._large = [(copy, buffer, -1) for copy, buffer in pairs if id(buffer) not in known]
 
@@ -159,11 +161,11 @@ class Ema:
     def _catch_up(self) -> None:
         """Copy large buffers that were written through `.data`, without a version change, before they are read."""
         for copy, buffer, _ in self._large:
-            if copy.shape == buffer.shape and differ(copy, buffer):
+            if copy.shape == buffer.shape and have_different_bits(copy, buffer):
                 copy.copy_(buffer)
 
     def _named_buffers(self) -> dict[str, Tensor]:
-        return {as_written(name): buffer for name, buffer in self._buffers.named().items()}
+        return {strip_compile_wrappers(name): buffer for name, buffer in self._buffers.named().items()}
 
     def averages_some_of(self, model: nn.Module) -> bool:
         """Return whether any parameter of `model` is averaged here."""
@@ -175,7 +177,7 @@ class Ema:
         """Put the averages into the model inside the context, and restore its own weights afterwards."""
         self._catch_up()
         own = [p.detach().clone() for p in self._parameters]
-        own_buffers = _clones(self._named_buffers())
+        own_buffers = _clone_tensors(self._named_buffers())
         try:
             self._load_average(self._averages, self._copies)
             yield
@@ -196,7 +198,7 @@ class Ema:
         self._catch_up()
         own = ((f"{path}." if path else "", module) for path, module in self._model.named_modules())
         non_persistent = {
-            as_written(path + name) for path, module in own for name in module._non_persistent_buffers_set
+            strip_compile_wrappers(path + name) for path, module in own for name in module._non_persistent_buffers_set
         }
         return {
             "decay": self.decay,
@@ -215,9 +217,9 @@ class Ema:
                 do="build the saved model",
             )
         # Non-persistent buffers may be registered only by the model's first batch.
-        modules = {as_written(path) for path, _ in self._model.named_modules()}
+        modules = {strip_compile_wrappers(path) for path, _ in self._model.named_modules()}
         later = {name for name in state.get("non_persistent_buffers", ()) if name.rpartition(".")[0] in modules}
-        unknown = sorted(set(state["buffers"]) - set(map(as_written, self._buffers.names())) - later)
+        unknown = sorted(set(state["buffers"]) - set(map(strip_compile_wrappers, self._buffers.names())) - later)
         if unknown:
             raise StateMismatch(
                 f"buffers of another model: {', '.join(unknown[:5])}",
@@ -229,7 +231,7 @@ class Ema:
             for name, average in self.averages().items():
                 average.copy_(state["averages"][name])
         # Without sources the next update pairs the loaded copies with the model's buffers again.
-        self._copies, self._sources = _clones(state["buffers"]), []
+        self._copies, self._sources = _clone_tensors(state["buffers"]), []
         self._large = []
 
     # Not on `in_place`: round a generator torch (2.10 to 2.15) raises with a call that Python 3.12 deprecates.
@@ -239,8 +241,8 @@ class Ema:
             # Into the parameters themselves: the optimizer and DistributedDataParallel hold references to them.
             target.detach().copy_(value)
         for name, buffer in self._buffers.named().items():
-            if as_written(name) in buffers:
-                self._load_buffer(name, buffer, buffers[as_written(name)])
+            if strip_compile_wrappers(name) in buffers:
+                self._load_buffer(name, buffer, buffers[strip_compile_wrappers(name)])
         # Otherwise an autocast that is still open would use casts of the weights from before the swap.
         torch.clear_autocast_cache()
 
@@ -255,7 +257,7 @@ class Ema:
         self._model.get_submodule(path)._buffers[own] = value.clone()  # its size has changed since
 
 
-def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -263,7 +265,7 @@ def _have_same_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) 
     return ours.keys() == theirs.keys() and all(ours[name].shape == theirs[name].shape for name in ours)
 
 
-def checked_average(ema: Ema | None, model: nn.Module) -> Ema | None:
+def check_ema_model(ema: Ema | None, model: nn.Module) -> Ema | None:
     """Return `ema`; raise WrongUse if it averages another model."""
     if ema is not None and not ema.averages_some_of(model):
         raise WrongUse("an Ema of another model", allowed="an Ema of the model that is trained", do="ema=Ema(model)")

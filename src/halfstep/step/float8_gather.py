@@ -26,11 +26,11 @@ Largest = Callable[[Tensor], Tensor]
 """The largest numbers over all ranks, of a tensor with those of this rank."""
 
 
-class _GatheredInFp8(FSDPParam):
+class _Float8GatheredParam(FSDPParam):
     """A parameter of FSDP2 that is gathered in fp8 while its layer computes in fp8, and as any other while not."""
 
     _in_fp8: bool
-    _weight: _Float8Weight
+    _weight: _Float8WeightShard
 
     @property
     def _sharded_local_tensor(self) -> Any:
@@ -43,7 +43,7 @@ class _GatheredInFp8(FSDPParam):
         return self._weight if self._in_fp8 else super()._sharded_local_tensor
 
 
-class _Float8Weight:
+class _Float8WeightShard:
     """The shard of a weight, as FSDP2's extension asks for it."""
 
     def __init__(self, group: Any, param: Any, largest: Largest) -> None:
@@ -99,27 +99,27 @@ class _Float8Weight:
         return Float8TrainingTensor(data, scale, dtype, self.layer.linear_mm_config, GemmInputRole.WEIGHT), (data,)
 
 
-def gather_in_fp8(groups: Iterable[Any], largest: Largest) -> list[_Float8Weight]:
+def gather_in_fp8(groups: Iterable[Any], largest: Largest) -> list[_Float8WeightShard]:
     """Have FSDP2 gather the weights of fp8 layers in fp8 from now on; return these weights.
 
     Raises an error before anything is changed where FSDP2 has other private classes than this was written for.
     """
-    found = list[_Float8Weight]()
+    found = list[_Float8WeightShard]()
     for group in groups:
         for param in group.fsdp_params:
-            if isinstance(param, _GatheredInFp8):
+            if isinstance(param, _Float8GatheredParam):
                 found.append(param._weight)
-            elif _can_gather(group, param):
-                param._weight, param._in_fp8 = _Float8Weight(group, param, largest), False
+            elif _can_gather_in_fp8(group, param):
+                param._weight, param._in_fp8 = _Float8WeightShard(group, param, largest), False
                 param._extensions_data = ExtensionsData()
-                param.__class__ = _GatheredInFp8
+                param.__class__ = _Float8GatheredParam
                 if not found:
-                    _check_sent(param)
+                    _check_sends_fp8(param)
                 found.append(param._weight)
     return found
 
 
-def _check_sent(param: Any) -> None:
+def _check_sends_fp8(param: Any) -> None:
     """Ask FSDP2 for what it would send of a parameter; restore its class and raise if that is not fp8."""
     weight = param._weight
     try:
@@ -134,7 +134,7 @@ def _check_sent(param: Any) -> None:
         weight.forget_scale()
 
 
-def _can_gather(group: Any, param: Any) -> bool:
+def _can_gather_in_fp8(group: Any, param: Any) -> bool:
     info = param._module_info
     # FSDP2 gathers no extension from the smaller groups of `reshard_after_forward`, and tensor parallel holds parts.
     whole = type(param) is FSDPParam and not param.is_dtensor and not group._use_post_forward_mesh
@@ -152,7 +152,7 @@ def _computes_in_fp8(layer: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def compute_scales(weights: Iterable[_Float8Weight], largest: Largest) -> None:
+def compute_float8_scales(weights: Iterable[_Float8WeightShard], largest: Largest) -> None:
     """Compute the scales of all weights with one collective."""
     ours = [weight for weight in weights if _computes_in_fp8(weight.layer)]
     if ours:

@@ -15,7 +15,7 @@ _SIGINT = int(signal.SIGINT)
 _MAIN = threading.main_thread().ident
 
 
-class Interrupts:
+class DeferredInterrupts:
     """A context around a step: Ctrl-C stops forward and backward at once, but is deferred during apply and rollback.
 
     A handler that was installed before is called in the same way, and restored afterwards. Python runs handlers in the

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys
-from halfstep.formats import as_fp32, widest_dtype
+from halfstep.formats import round_to_fp32, widest_dtype
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.ranks import Ranks
 
@@ -56,13 +56,13 @@ class Out(_Out):
         return super().__new__(cls, loss, pytree.tree_map_only(Tensor, Tensor.detach, aux))
 
 
-def loss_and_aux(result: Any) -> tuple[Any, Any]:
+def split_loss_and_aux(result: Any) -> tuple[Any, Any]:
     """Split the result of a loss function into loss and aux.
 
     Raises WrongUse for anything else; a plain tuple is refused, because it could mean (loss, metric) or (sum, count).
     """
     if isinstance(result, Out):
-        return loss_and_aux(result.loss)[0], result.aux
+        return split_loss_and_aux(result.loss)[0], result.aux
     # Hugging Face's ModelOutput is a dict as well, but one with an attribute `loss`.
     if isinstance(result, (Tensor, Counted)) or (isinstance(result, dict) and not hasattr(result, "loss")):
         return result, None
@@ -70,7 +70,7 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
     loss = getattr(result, "loss", None)
     if isinstance(loss, (Tensor, Counted)):
         return loss, None
-    raise _not_a_loss_error(result)
+    raise _build_not_loss_error(result)
 
 
 # -- one loss in a window ---------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class LossSlot:
             self.scale, first = self._first
             self.scale.load_state_dict(first)
         else:
-            self.scale = scale_for(precision)
+            self.scale = choose_loss_scale(precision)
 
     def scaled(self, loss: Any, divide: int, ranks: Ranks, window: int) -> Tensor:
         """Return the tensor to run backward on.
@@ -126,7 +126,7 @@ class LossSlot:
             )
         plain = loss.sum if counted else loss
         if not (isinstance(plain, Tensor) and plain.ndim == 0 and plain.requires_grad):
-            raise _not_a_loss_error(plain)
+            raise _build_not_loss_error(plain)
         value = widen(plain)
         # A sum is divided before backward, because its gradients may overflow fp16. The exact count is known only after
         # the agreement, and is folded into unscaling.
@@ -136,7 +136,7 @@ class LossSlot:
         # Summed on the device; the host reads it once, in the agreement.
         seen = value.detach()
         self.total = seen if self.total is None else self.total + seen
-        return weighted(value, divisor, self.scale.value)
+        return divide_and_scale_loss(value, divisor, self.scale.value)
 
     def _divisor(self, count: Count, microbatches: int, ranks: Ranks, window: int) -> float:
         count = count.detach() if isinstance(count, Tensor) else float(count)
@@ -145,7 +145,7 @@ class LossSlot:
             # Once in a run: all ranks must divide by the same number before their gradients are summed. Through the
             # store rather than by a collective, because a rank may fail on its way here.
             # A host read, in the first window only.
-            mine = base_count(float(count), microbatches, ranks.size)
+            mine = estimate_window_count(float(count), microbatches, ranks.size)
             if ranks.size > 1:
                 ranks.offer(window, self.name, mine)
                 mine = ranks.first_of(window, self.name)
@@ -226,14 +226,14 @@ class LossSlot:
         self.base_count = state["base_count"]
 
 
-def weighted(value: Tensor, divisor: float, scale: float) -> Tensor:
+def divide_and_scale_loss(value: Tensor, divisor: float, scale: float) -> Tensor:
     """Return what backward runs on: one micro-batch's share of a window's loss, scaled."""
     # Where a factor is 1 nothing is added to the graph, so that fp32 stays bitwise equal to a plain loop.
     ready = value if divisor == 1 else value / divisor
     return ready if scale == 1.0 else ready * scale
 
 
-def base_count(count: float, microbatches: int, ranks: int) -> float | None:
+def estimate_window_count(count: float, microbatches: int, ranks: int) -> float | None:
     """Estimate the elements of a whole window from one micro-batch; None if nothing was counted."""
     everywhere = count * microbatches * ranks
     return everywhere if 0.0 < everywhere < math.inf else None
@@ -249,7 +249,7 @@ _ALLOWED = (
 )
 
 
-def _not_a_loss_error(given: Any) -> WrongUse:
+def _build_not_loss_error(given: Any) -> WrongUse:
     if isinstance(given, tuple):
         return WrongUse(
             f"a tuple of {len(given)} as the loss, which could be (loss, metric) or (sum, count)",
@@ -323,7 +323,7 @@ class StaticScale(LossScale):
     """
 
     def __init__(self, scale: float) -> None:
-        self.value = _positive("scale", scale)
+        self.value = _check_positive("scale", scale)
 
     @property
     def can_fall(self) -> bool:
@@ -338,7 +338,7 @@ class StaticScale(LossScale):
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Load the scale; raise StateMismatch if there is none."""
-        self.value = _positive("scale", _require_keys(state, "scale")["scale"])
+        self.value = _check_positive("scale", _require_keys(state, "scale")["scale"])
 
 
 class DynamicScale(LossScale):
@@ -373,10 +373,10 @@ class DynamicScale(LossScale):
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
-        self.floor = _positive("floor", floor)
-        self.cap = _positive("cap", cap)
+        self.floor = _check_positive("floor", floor)
+        self.cap = _check_positive("cap", cap)
         # torch keeps its scale in an fp32 tensor; rounding here keeps the two equal to the bit.
-        self.value = as_fp32(_positive("init_scale", init_scale))
+        self.value = round_to_fp32(_check_positive("init_scale", init_scale))
         self.growth_tracker = 0
         self._check()
 
@@ -387,11 +387,11 @@ class DynamicScale(LossScale):
     def update(self, *, overflow: bool) -> None:
         """Adjust the scale as `torch.amp.GradScaler` does, within the bounds."""
         if overflow:
-            self.value = max(self.floor, as_fp32(self.value * self.backoff_factor))
+            self.value = max(self.floor, round_to_fp32(self.value * self.backoff_factor))
             self.growth_tracker = 0
         # The comparison of torch's kernel, so that a loaded growth tracker behaves the same.
         elif self.growth_tracker + 1 == self.growth_interval:
-            self.value = min(self.cap, as_fp32(self.value * self.growth_factor))
+            self.value = min(self.cap, round_to_fp32(self.value * self.growth_factor))
             self.growth_tracker = 0
         else:
             self.growth_tracker += 1
@@ -426,7 +426,7 @@ class DynamicScale(LossScale):
         scale = float(state["scale"])
         if not math.isfinite(scale) or scale < 0:
             raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start a new scale")
-        loaded.value = min(max(as_fp32(scale), loaded.floor), loaded.cap)
+        loaded.value = min(max(round_to_fp32(scale), loaded.floor), loaded.cap)
         loaded.growth_tracker = int(state["_growth_tracker"])
         # Only after every check: a refused state leaves the scale unchanged.
         self.__dict__.update(loaded.__dict__)
@@ -443,7 +443,7 @@ class DynamicScale(LossScale):
             raise WrongUse(f"a loss scale with {self.state_dict()}", allowed=allowed, do="correct that setting")
 
 
-def _positive(name: str, number: Any) -> float:
+def _check_positive(name: str, number: Any) -> float:
     value = float(number)
     if not 0 < value < math.inf:
         raise WrongUse(f"{name}={number!r}", allowed="a positive, finite number", do=f"{name}=65536.0, for example")
@@ -461,7 +461,7 @@ def _require_keys(state: Mapping[str, float], *keys: str) -> Mapping[str, float]
     return state
 
 
-def scale_for(precision: Precision, given: LossScale | None = None) -> LossScale:
+def choose_loss_scale(precision: Precision, given: LossScale | None = None) -> LossScale:
     """Return the loss scale of a precision, or `given` if it fits; raise WrongUse if it does not.
 
     Only fp16 has one: without it small gradients underflow there, and elsewhere it has no benefit.

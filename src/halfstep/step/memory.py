@@ -15,21 +15,21 @@ SMALL = 2**16
 Storage = torch.UntypedStorage
 
 
-def plain_parts(tensors: Iterable[Tensor]) -> list[list[tuple[int, Tensor]]]:
-    """Return for each tensor the strided tensors that hold its numbers, each with the `storage_key` of its memory.
+def list_strided_parts(tensors: Iterable[Tensor]) -> list[list[tuple[int, Tensor]]]:
+    """Return for each tensor the strided tensors that hold its numbers, each with the `identify_storage` of its memory.
 
     That is the tensor itself, or those inside a wrapper such as a DTensor. A list is empty for tensors without memory
     of that kind: sparse, meta and fake ones.
     """
-    return [list(_list_plain_parts(tensor)) for tensor in tensors]
+    return [list(_iterate_strided_parts(tensor)) for tensor in tensors]
 
 
-def _list_plain_parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _iterate_strided_parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         for held in [getattr(tensor, name) for name in flatten()[0]]:
             if isinstance(held, Tensor):
-                yield from _list_plain_parts(held)
+                yield from _iterate_strided_parts(held)
         return
     try:
         storage = tensor.untyped_storage()
@@ -40,22 +40,22 @@ def _list_plain_parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield int(storage._cdata), tensor
 
 
-def words_of(tensor: Tensor) -> Tensor:
+def view_memory_as_integers(tensor: Tensor) -> Tensor:
     """Return the extent of a plain tensor's memory as one row of integers, which shares it."""
     size = tensor.element_size()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     length = size * (1 + last) if tensor.numel() else 0
-    return words_in(tensor.untyped_storage(), size * int(tensor.storage_offset()), length)
+    return view_bytes_as_integers(tensor.untyped_storage(), size * int(tensor.storage_offset()), length)
 
 
-def words_in(storage: Storage, start: int, length: int) -> Tensor:
+def view_bytes_as_integers(storage: Storage, start: int, length: int) -> Tensor:
     """Return some bytes of a storage as one row of integers, the widest that fit."""
     dtype, size = (torch.int64, 8) if (start | length) % 8 == 0 else (torch.uint8, 1)
     row = torch.empty(0, dtype=dtype, device=storage.device)
     return row.set_(storage, start // size, (length // size,), (1,))  # type: ignore[call-overload,no-any-return]
 
 
-def same_place(a: Tensor, b: Tensor) -> bool:
+def is_same_view(a: Tensor, b: Tensor) -> bool:
     """Return whether two plain tensors are one view of one memory: `.data =`, `set_` and `resize_` change that."""
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
@@ -77,20 +77,20 @@ class CopiedTensor(NamedTuple):
         return row.set_(storage, 0, size, strides)  # type: ignore[call-overload,no-any-return]
 
 
-def copied_tensors(named: Iterable[tuple[str, Tensor]], known: Iterable[CopiedTensor] = ()) -> list[CopiedTensor]:
+def copy_tensors(named: Iterable[tuple[str, Tensor]], known: Iterable[CopiedTensor] = ()) -> list[CopiedTensor]:
     """Copy plain tensors; those of `known` that have the same memory keep their entry, and its copy may be older."""
     entries = {id(entry.tensor): entry for entry in known}
     found = []
     for name, tensor in named:
         entry = entries.get(id(tensor))
-        if entry is None or not same_place(tensor, entry.alias):
-            row = words_of(tensor.detach())
+        if entry is None or not is_same_view(tensor, entry.alias):
+            row = view_memory_as_integers(tensor.detach())
             entry = CopiedTensor(name, tensor, tensor.detach(), row, row.clone())
         found.append(entry)
     return found
 
 
-class Copies:
+class MemoryCopies:
     """Rows of memory with their copies."""
 
     def __init__(self, copied: Iterable[CopiedTensor] = ()) -> None:
@@ -121,7 +121,7 @@ class Copies:
                 row.copy_(copy)
 
 
-class WeakBlock:
+class WeakStorageCopy:
     """A storage that somebody else holds, with a copy of its bytes."""
 
     def __init__(self, storage: Storage, *, written: bool) -> None:
@@ -136,8 +136,8 @@ class WeakBlock:
         return found if isinstance(found, Storage) else None
 
 
-def put_back_places(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def restore_tensor_memory(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Give each tensor the memory, the shape and the strides of its alias again, where it lost them."""
     for tensor, alias in pairs:
-        if not same_place(tensor, alias):
+        if not is_same_view(tensor, alias):
             tensor.data = alias

@@ -15,7 +15,7 @@ from halfstep.errors import RanksDisagree, WrongUse
 from halfstep.formats import FP32, FP64, Format
 from halfstep.step.ema import StepCounts
 from halfstep.step.loss import LossSlot
-from halfstep.step.optimizer_slot import OptimizerSlot, clip_factor, on, wide_norm
+from halfstep.step.optimizer_slot import OptimizerSlot, compute_clip_factor, compute_fp32_norm, move_number_to_device
 from halfstep.step.ranks import Ranks
 from halfstep.step.report import (
     GRADIENT_NOT_FINITE,
@@ -65,7 +65,7 @@ class Objective:
         found = self.trainable
         if not found:
             raise WrongUse(
-                f"a step for optimizer {_names(self.slots)}, all of whose parameters are frozen",
+                f"a step for optimizer {_format_optimizer_names(self.slots)}, all of whose parameters are frozen",
                 allowed="at least one parameter with requires_grad",
                 do="requires_grad_(True) on the parameters of this step, or name another optimizer with only=",
             )
@@ -82,7 +82,7 @@ class Objective:
         everything = [gradient for slot in self.slots for gradient in slot.gradients.local]
         # torch's own norm over all of them, to the bit; the root of the summed squares would round differently.
         own = [s.gradients.norm() if s.gradients.local else torch.zeros_like(found[0]) for s in self.slots]
-        total = wide_norm if any(slot.gradients.may_be_narrow for slot in self.slots) else get_total_norm
+        total = compute_fp32_norm if any(slot.gradients.may_be_narrow for slot in self.slots) else get_total_norm
         return [*found, total(everything), *own]
 
     def numbers_on_ranks(self) -> list[Tensor]:
@@ -101,7 +101,7 @@ class Objective:
         # A rank without a batch has none if no other rank has a batch either.
         if not reached and self.loss.microbatches:
             raise WrongUse(
-                f"no parameter of optimizer {_names(self.slots)} has a gradient",
+                f"no parameter of optimizer {_format_optimizer_names(self.slots)} has a gradient",
                 allowed="at least one parameter that the loss depends on",
                 do="build the optimizer from the trained parameters (after wrapping or freezing the model)",
             )
@@ -172,17 +172,17 @@ class Objective:
         """Unscale and clip gradients, in one multiplication."""
         together = 1.0
         if self._clip_norm is not None:
-            together = clip_factor(self.norm, self._clip_norm, self._norm_format)
+            together = compute_clip_factor(self.norm, self._clip_norm, self._norm_format)
         for slot in self.slots:
             own = 1.0
             if slot.clip_norm is not None:
-                own = clip_factor(slot.norm, slot.clip_norm, slot.gradients.norm_format)
+                own = compute_clip_factor(slot.norm, slot.clip_norm, slot.gradients.norm_format)
             # Unscaling and clipping in one factor: one pass over the gradients, and one rounding.
             slot.multiplier = self.loss.factor * together * own
             if slot.gradients.local:
-                slot.gradients.multiply_wide_(slot.multiplier)
+                slot.gradients.multiply_all_but_bf16_(slot.multiplier)
                 if slot.clip_value is not None:
-                    slot.gradients.clamp_wide_(slot.clip_value)
+                    slot.gradients.clamp_all_but_bf16_(slot.clip_value)
 
     def adjust(self) -> None:
         """Adjust the scale from the gradients: a non-finite loss says nothing about it."""
@@ -190,7 +190,7 @@ class Objective:
             self.loss.scale.update(overflow=not self._norm_fits)
 
 
-def _names(slots: Sequence[OptimizerSlot]) -> str:
+def _format_optimizer_names(slots: Sequence[OptimizerSlot]) -> str:
     return ", ".join(repr(slot.name) for slot in slots)
 
 
@@ -203,7 +203,7 @@ _MOST = 2**13
 
 
 @dataclass(frozen=True)
-class Votes:
+class RankVotes:
     """The number of ranks that report something besides their numbers; packed into one number."""
 
     stop: int = 0
@@ -223,7 +223,7 @@ class Votes:
         return self.stop + _MOST * (self.abort + _MOST * self.no_batch) + _MOST**4 * self.save
 
     @classmethod
-    def unpacked(cls, total: float) -> Votes:
+    def unpacked(cls, total: float) -> RankVotes:
         """Return the number of votes of each kind in a sum of packed votes."""
         rest, counts = int(total), []
         for _ in range(4):
@@ -245,14 +245,14 @@ class LocalFlags:
     def read_alone(self, numbers: Sequence[Tensor], device: torch.device) -> list[float]:
         """Read some numbers and the flags, without other ranks."""
         found: list[float] = torch.stack(
-            [on(device, number) for number in (*numbers, *self._more)]
+            [move_number_to_device(device, number) for number in (*numbers, *self._more)]
         ).tolist()  # host read
         self.read = found[len(numbers) :]
         return found[: len(numbers)]
 
     def read_with(self, agreed: Tensor) -> list[float]:
         """Read a vector that all ranks have agreed on, and the flags."""
-        more = [on(agreed.device, flag).to(agreed.dtype).view(1) for flag in self._more]
+        more = [move_number_to_device(agreed.device, flag).to(agreed.dtype).view(1) for flag in self._more]
         found: list[float] = (torch.cat([agreed, *more]) if more else agreed).tolist()  # host read
         self.read = found[len(agreed) :]
         return found[: len(agreed)]
@@ -263,7 +263,7 @@ MOST_IN_128_BYTES = 4
 """Optimizers that fit a vector of 16 numbers; each further one may add a loss, a count and a norm."""
 
 
-class Agreement:
+class RankAgreement:
     """The vector of a step. It has the same length on every rank, so that a failed rank can vote too."""
 
     def __init__(self, ranks: Ranks, optimizers: int) -> None:
@@ -271,7 +271,9 @@ class Agreement:
         # Fixed when the Stepper is built: a failed rank does not know what its window would have held.
         self._length = AGREEMENT_BYTES // 8 + 3 * max(0, optimizers - MOST_IN_128_BYTES)
 
-    def on(self, objectives: Sequence[Objective], token: int, votes: Votes, flags: LocalFlags, *, fix: str) -> Votes:
+    def on(
+        self, objectives: Sequence[Objective], token: int, votes: RankVotes, flags: LocalFlags, *, fix: str
+    ) -> RankVotes:
         """Run the only collective of a step, read it once on the host, and return the votes of all ranks.
 
         Raises RanksDisagree if tokens differ, because the ranks are not at the same step, or if gradients differ;
@@ -281,12 +283,16 @@ class Agreement:
         device = objectives[0].loss.device
         if self._ranks.size == 1:
             return self._decide_alone(objectives, votes, flags, device)
-        body = [on(device, number).double() for objective in objectives for number in objective.numbers_on_ranks()]
-        shares = [on(device, share).double() for o in objectives for share in o.squared_shares()]
+        body = [
+            move_number_to_device(device, number).double()
+            for objective in objectives
+            for number in objective.numbers_on_ranks()
+        ]
+        shares = [move_number_to_device(device, share).double() for o in objectives for share in o.squared_shares()]
         squared = torch.stack(shares).sum()
         vote = torch.tensor([token, token**2, votes.packed()], dtype=torch.float64, device=device)
         if flags.bad_buffer is not None:
-            vote[2] += on(device, flags.bad_buffer) * float(_MOST**3)
+            vote[2] += move_number_to_device(device, flags.bad_buffer) * float(_MOST**3)
         # Padded to one pair for each possible loss, so that a rank without a batch finds the norms at the same place.
         body += [torch.zeros_like(squared)] * (2 * (len(shares) - len(objectives)))
         # n times the sum of squares equals the square of the sum only if all ranks have the same norm: two numbers
@@ -301,22 +307,22 @@ class Agreement:
     def abort(self, device: torch.device) -> None:
         """Vote that this rank has failed: no rank applies this window, at any stage of the step."""
         # Token 0: with an abort in the sum, tokens are not compared.
-        numbers = torch.tensor([0.0, 0.0, Votes(abort=1).packed()], dtype=torch.float64, device=device)
+        numbers = torch.tensor([0.0, 0.0, RankVotes(abort=1).packed()], dtype=torch.float64, device=device)
         self._sum(numbers, LocalFlags(None))
 
-    def _sum(self, numbers: Tensor, flags: LocalFlags) -> tuple[list[float], Votes]:
+    def _sum(self, numbers: Tensor, flags: LocalFlags) -> tuple[list[float], RankVotes]:
         # all_reduce needs the same length everywhere, also from a rank that has nothing but its vote.
         padded = numbers.new_zeros(self._length)
         padded[: len(numbers)] = numbers
         agreed = flags.read_with(self._ranks.agree(padded))
-        found = Votes.unpacked(agreed[2])
+        found = RankVotes.unpacked(agreed[2])
         if not found.abort:
-            _check_tokens(agreed[0], agreed[1], self._ranks.size)
+            _check_same_step(agreed[0], agreed[1], self._ranks.size)
         return agreed[3:], found
 
     def _decide_alone(
-        self, objectives: Sequence[Objective], votes: Votes, flags: LocalFlags, device: torch.device
-    ) -> Votes:
+        self, objectives: Sequence[Objective], votes: RankVotes, flags: LocalFlags, device: torch.device
+    ) -> RankVotes:
         # One tensor for all numbers: the host waits for the device once.
         flat = [number for objective in objectives for number in objective.numbers()]
         if flags.bad_buffer is not None:
@@ -326,7 +332,7 @@ class Agreement:
         for objective in objectives:
             objective.read(numbers)
         bad = int(flags.bad_buffer is not None and agreed[-1] != 0.0)
-        return Votes(votes.stop, bad_buffer=bad, save=votes.save)
+        return RankVotes(votes.stop, bad_buffer=bad, save=votes.save)
 
     def _read(self, objectives: Sequence[Objective], agreed: list[float], with_a_batch: int, fix: str) -> None:
         fourth, *rest = agreed
@@ -337,10 +343,10 @@ class Agreement:
             total += objective.read_on_ranks(numbers, norms, self._ranks.size, with_a_batch)
         # Ranks hold different shards by design.
         if not any(slot.gradients.sharded for objective in objectives for slot in objective.slots):
-            _check_norms(total, fourth, fix)
+            _check_same_gradients(total, fourth, fix)
 
 
-def _check_tokens(total: float, of_squares: float, ranks: int) -> None:
+def _check_same_step(total: float, of_squares: float, ranks: int) -> None:
     # Exact small integers: by Cauchy-Schwarz the two sides are equal only if all tokens are.
     if int(of_squares) * ranks != int(total) ** 2:
         raise RanksDisagree(
@@ -351,7 +357,7 @@ def _check_tokens(total: float, of_squares: float, ranks: int) -> None:
         )
 
 
-def _check_norms(mean: float, mean_of_squares: float, fix: str) -> None:
+def _check_same_gradients(mean: float, mean_of_squares: float, fix: str) -> None:
     # In float64, over norms that are equal to the bit where gradients are: the tolerance only covers the order of the
     # sum. Non-finite gradients skip the step anyway.
     if math.isfinite(mean_of_squares) and not math.isclose(mean**2, mean_of_squares, rel_tol=1e-9):
@@ -365,7 +371,7 @@ def _check_norms(mean: float, mean_of_squares: float, fix: str) -> None:
 # -- verdict ----------------------------------------------------------------------------------------------------------
 
 
-def report_of(objectives: Sequence[Objective], counts: StepCounts, reason: str | None, aux: Any) -> StepReport:
+def build_step_report(objectives: Sequence[Objective], counts: StepCounts, reason: str | None, aux: Any) -> StepReport:
     """Return the report of a step with this outcome."""
     applied = reason is None
     return StepReport(
@@ -387,7 +393,7 @@ def report_of(objectives: Sequence[Objective], counts: StepCounts, reason: str |
     )
 
 
-def refused_by(guards: Sequence[Guard], report: StepReport, ranks: Ranks, window: int) -> str | None:
+def find_refusing_guard(guards: Sequence[Guard], report: StepReport, ranks: Ranks, window: int) -> str | None:
     """Return the name of the first guard that refuses a step on any rank, or None.
 
     A guard that raises on one rank ends the window on all: the others raise RankFailed. Guards that decide from the

@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys, check_same_presence
-from halfstep.formats import FP32, FP64, Format, as_fp32, is_narrow
+from halfstep.formats import FP32, FP64, Format, is_narrow, round_to_fp32
 
 # -- param tracker ----------------------------------------------------------------------------------------------------
 # Track which modules and parameters take part in a step, and notice changes before the next one.
@@ -22,7 +22,7 @@ from halfstep.formats import FP32, FP64, Format, as_fp32, is_narrow
 # rebuilt. The check compares identities: it takes microseconds and touches no tensor.
 
 
-def owned_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def list_optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return an optimizer's parameters, over all of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -47,7 +47,7 @@ class ParamTracker:
     def _members_now(self) -> list[Any]:
         found = [member for slots in self._slots for member in slots.values()]
         for optimizer in self._optimizers:
-            found += owned_by(optimizer)
+            found += list_optimizer_parameters(optimizer)
         return found
 
     def look(self) -> None:
@@ -59,7 +59,7 @@ class ParamTracker:
         unique = {id(member): member for member in self._members if isinstance(member, Tensor)}
         self._parameters = list(unique.values())
         self._kinds = [(p.requires_grad, p.dtype) for p in self._parameters]
-        owned = {id(p) for optimizer in self._optimizers for p in owned_by(optimizer)}
+        owned = {id(p) for optimizer in self._optimizers for p in list_optimizer_parameters(optimizer)}
         self.unowned = [p for p in self._parameters if p.requires_grad and id(p) not in owned]
         """Trainable parameters that no optimizer owns: their gradients must not accumulate over the steps."""
 
@@ -70,14 +70,14 @@ class ParamTracker:
 # be clipped by it.
 
 
-def on(device: torch.device, number: Tensor) -> Tensor:
+def move_number_to_device(device: torch.device, number: Tensor) -> Tensor:
     """Return a number on `device`; with model parallelism, copied without making the host wait."""
     return number if number.device == device else number.to(device, non_blocking=True)
 
 
-def stacked(numbers: Sequence[Tensor]) -> Tensor:
+def stack_numbers(numbers: Sequence[Tensor]) -> Tensor:
     """Return numbers as one row on the device of the first."""
-    return torch.stack([on(numbers[0].device, number) for number in numbers])
+    return torch.stack([move_number_to_device(numbers[0].device, number) for number in numbers])
 
 
 class Gradients:
@@ -91,10 +91,10 @@ class Gradients:
         self.sharded = distributed.is_sharded(self.parameters)
         # get_total_norm groups by device and dtype first; with one of each that only costs time.
         self._norm: Callable[[list[Tensor]], Tensor] = (
-            _norm if len({(t.device, t.dtype) for t in self.parameters}) == 1 else get_total_norm
+            _compute_norm if len({(t.device, t.dtype) for t in self.parameters}) == 1 else get_total_norm
         )
         if may_be_narrow:
-            self._norm = wide_norm
+            self._norm = compute_fp32_norm
         self._some_fp64 = any(p.dtype in _FP64 for p in self.parameters)
         self.local: list[Tensor] = []
         """The gradients that backward left on this rank; parameters that it did not reach have none."""
@@ -107,7 +107,7 @@ class Gradients:
         self.local = self._summed = found
         sparse = any([gradient.is_sparse for gradient in found])
         if self.sharded or sparse:
-            self.local = self._summed = [_dense_gradient_like(p) for p in self.parameters if p.grad is not None]
+            self.local = self._summed = [_extract_dense_gradient(p) for p in self.parameters if p.grad is not None]
         if sparse:
             # Autograd may repeat an index in a sparse gradient. Only norms see the sum: optimizers differ in how they
             # coalesce, and get what autograd made.
@@ -127,13 +127,14 @@ class Gradients:
     def squared_share(self) -> Tensor:
         """Return this rank's share of the squared norm: summed over ranks, each element counts once."""
         if not self.sharded:
-            return self.norm().double().square() / distributed.size()
+            return self.norm().double().square() / distributed.count_ranks()
         shares = [
             # Squared in float64: a norm near the end of fp32's range must not overflow on its way into the agreement.
-            (wide_norm if self.may_be_narrow else _norm)([local]).double().square() / distributed.holders(whole)
+            (compute_fp32_norm if self.may_be_narrow else _compute_norm)([local]).double().square()
+            / distributed.count_holding_ranks(whole)
             for local, whole in zip(self._summed, (p.grad for p in self.parameters if p.grad is not None), strict=True)
         ]
-        return stacked(shares).sum()
+        return stack_numbers(shares).sum()
 
     def first_not_finite(self) -> Tensor | None:
         """Return the first parameter with a non-finite gradient here, or None; one host read, for skipped steps."""
@@ -146,18 +147,18 @@ class Gradients:
         if factor != 1.0:
             torch._foreach_mul_(self.local, factor)
 
-    def multiply_wide_(self, factor: float) -> None:
+    def multiply_all_but_bf16_(self, factor: float) -> None:
         """Multiply those that are not in bf16, in place."""
         if factor != 1.0 and (wide := self._wide()):
             torch._foreach_mul_(wide, factor)
 
-    def clamp_wide_(self, limit: float) -> None:
+    def clamp_all_but_bf16_(self, limit: float) -> None:
         """Clamp the elements of those that are not in bf16 to [-limit, limit], in place."""
         if self._summed is not self.local:  # repeated indices are summed first: each part could pass the limit alone
             for p in self.parameters:
                 if p.grad is not None and p.grad.is_sparse:
                     p.grad = p.grad.coalesce()
-            self.local = [_dense_gradient_like(p) for p in self.parameters if p.grad is not None]
+            self.local = [_extract_dense_gradient(p) for p in self.parameters if p.grad is not None]
         if wide := self._wide():
             torch._foreach_clamp_min_(wide, -limit)
             torch._foreach_clamp_max_(wide, limit)
@@ -178,36 +179,36 @@ class Gradients:
 
 
 _FP64 = (torch.float64, torch.complex128)
-_EPSILON = as_fp32(1e-6)
+_EPSILON = round_to_fp32(1e-6)
 
 
-def clip_factor(norm: float, largest: float, norm_format: Format = FP32) -> float:
+def compute_clip_factor(norm: float, largest: float, norm_format: Format = FP32) -> float:
     """Return the factor of `torch.nn.utils.clip_grad_norm_`, computed on the host with the same roundings."""
     if norm_format is FP64:
         return min(1.0, 1.0 / (norm + 1e-6) * largest)
     # torch evaluates `max_norm / tensor` as `tensor.reciprocal() * max_norm`: two roundings, not one.
-    return min(1.0, as_fp32(as_fp32(1.0 / as_fp32(norm + _EPSILON)) * as_fp32(largest)))
+    return min(1.0, round_to_fp32(round_to_fp32(1.0 / round_to_fp32(norm + _EPSILON)) * round_to_fp32(largest)))
 
 
-def _norm(gradients: list[Tensor]) -> Tensor:
+def _compute_norm(gradients: list[Tensor]) -> Tensor:
     total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     return total
 
 
-def wide_norm(gradients: list[Tensor]) -> Tensor:
+def compute_fp32_norm(gradients: list[Tensor]) -> Tensor:
     """Return the 2-norm in fp32 of tensors that may be in bf16, where a norm has three digits."""
     norms = torch._foreach_norm(gradients, 2.0, torch.float32)
-    total: Tensor = torch.linalg.vector_norm(stacked(norms))
+    total: Tensor = torch.linalg.vector_norm(stack_numbers(norms))
     return total
 
 
-def _dense_gradient_like(parameter: Tensor) -> Tensor:
+def _extract_dense_gradient(parameter: Tensor) -> Tensor:
     """Return the dense local tensor with a gradient's values."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
         return gradient._values()
-    if not distributed.is_shard(gradient):
+    if not distributed.is_dtensor_shard(gradient):
         return gradient
     part, whole = cast(Any, gradient), cast(Any, parameter)
     if any(placement.is_partial() for placement in part.placements):
@@ -228,7 +229,7 @@ class OptimizerSlotState(TypedDict):
     schedule: dict[str, Any] | None
 
 
-class UpdatesWeights(Protocol):
+class WeightUpdater(Protocol):
     """Steps an optimizer whose weights are stored in 16 bits: those of `halfstep.step.weight_format`."""
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float, limit: float | None) -> None: ...
@@ -246,11 +247,11 @@ class OptimizerSlot:
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ) -> None:
-        self.name, self.optimizer, self.schedule = name, optimizer, checked_schedule(schedule, optimizer)
+        self.name, self.optimizer, self.schedule = name, optimizer, check_schedule(schedule, optimizer)
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self._ordered_by: nn.Module | None = None
-        self.weights: UpdatesWeights | None = None
-        self.gradients = Gradients(owned_by(optimizer))
+        self.weights: WeightUpdater | None = None
+        self.gradients = Gradients(list_optimizer_parameters(optimizer))
         self.norm = self.multiplier = math.nan
         """The norm of its gradients, unscaled and before clipping, and the factor that they were multiplied by."""
 
@@ -264,7 +265,7 @@ class OptimizerSlot:
 
     def follow(self) -> None:
         """Rebuild the list of parameters after some were added, removed or unfrozen."""
-        owned = owned_by(self.optimizer)
+        owned = list_optimizer_parameters(self.optimizer)
         if self._ordered_by is not None:
             places = {id(p): place for place, p in enumerate(self._ordered_by.parameters())}
             owned.sort(key=lambda p: places.get(id(p), len(places)))
@@ -295,10 +296,12 @@ class OptimizerSlot:
         state = self.optimizer.state_dict()
         if "torchao.optim" not in sys.modules:
             return state
-        from halfstep.step.small_states import kind_of, with_plain_states
+        from halfstep.step.small_states import convert_to_plain_states, find_small_state_kind
 
         return (
-            with_plain_states(state) if any(kind_of(v) for kept in _states_in(state) for v in kept.values()) else state
+            convert_to_plain_states(state)
+            if any(find_small_state_kind(v) for kept in _list_saved_states(state) for v in kept.values())
+            else state
         )
 
     def check_state(self, state: OptimizerSlotState) -> None:
@@ -340,7 +343,7 @@ class OptimizerSlot:
             # optimizers write options while they step, which a new one lacks; its constructor's own are in the state.
             unknown = sorted(set(theirs) - set(mine) - _SCHEDULES_OWN)
             own = set(getattr(self.optimizer, "defaults", ()))  # a wrapper may have none
-            if unknown and (_steps_as_torch(self.optimizer) or not own <= set(theirs)):
+            if unknown and (_has_torch_step(self.optimizer) or not own <= set(theirs)):
                 raise StateMismatch(
                     f"optimizer {self.name!r} was saved with the options {', '.join(unknown)}",
                     allowed=", ".join(sorted(set(mine) - {"params"})),
@@ -349,8 +352,8 @@ class OptimizerSlot:
                 )
 
     def _check_tensors(self, saved: Mapping[Any, Any]) -> None:
-        as_torch = _steps_as_torch(self.optimizer)
-        for index, parameter in enumerate(owned_by(self.optimizer)):
+        as_torch = _has_torch_step(self.optimizer)
+        for index, parameter in enumerate(list_optimizer_parameters(self.optimizer)):
             own, theirs = self.optimizer.state.get(parameter, {}), saved.get(index, {})
             if as_torch and own and theirs:
                 check_same_keys(f"the state of parameter {index} of {self.name!r}", own, theirs)
@@ -358,7 +361,7 @@ class OptimizerSlot:
                 known = as_torch or _is_moment(name, own, parameter)
                 # A state in 8 bits is a dict; one in 4 bits has two codes in a byte.
                 held = value.get("codes") if isinstance(value, Mapping) and "shape" not in value else value
-                if known and not _fits(held, parameter):
+                if known and not _fits_parameter(held, parameter):
                     raise StateMismatch(
                         f"{name} of parameter {index} was saved with shape {tuple(getattr(held, 'shape', ()))}",
                         allowed=str(tuple(parameter.shape)),
@@ -368,28 +371,28 @@ class OptimizerSlot:
     def load_state_dict(self, state: OptimizerSlotState) -> None:
         """Load the states of optimizer and schedule."""
         saved = state["optimizer"]
-        small = any(isinstance(v, Mapping) for kept in _states_in(saved) for v in kept.values())
+        small = any(isinstance(v, Mapping) for kept in _list_saved_states(saved) for v in kept.values())
         if small:
-            from halfstep.step.small_states import share_tables, with_small_states
+            from halfstep.step.small_states import convert_to_small_states, share_quantization_tables
 
-            saved = with_small_states(saved)
+            saved = convert_to_small_states(saved)
         self.optimizer.load_state_dict(saved)
         if self.weights is not None:
             self._load_wide_states(saved)
         if small:
-            share_tables(self.optimizer.state.values())
+            share_quantization_tables(self.optimizer.state.values())
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
 
     def _load_wide_states(self, saved: Mapping[str, Any]) -> None:
         """Set the states again: torch rounds the moments of a parameter to the format of the parameter."""
-        for index, parameter in enumerate(owned_by(self.optimizer)):
+        for index, parameter in enumerate(list_optimizer_parameters(self.optimizer)):
             for name, value in saved["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and name != "step":
                     self.optimizer.state[parameter][name] = value.to(parameter.device)
 
 
-def _states_in(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _list_saved_states(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     states = saved.get("state")
     return [kept for kept in states.values() if isinstance(kept, Mapping)] if isinstance(states, Mapping) else []
 
@@ -398,7 +401,7 @@ _SCHEDULES_OWN = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 """Options that schedules write into an optimizer's groups."""
 
 
-def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+def _has_torch_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the step is torch's own: it writes no options, and the shapes of its state are known."""
     return type(optimizer).step.__module__.startswith("torch.optim.")
 
@@ -416,14 +419,14 @@ def _is_moment(name: str, own: Any, parameter: Tensor) -> bool:
     return name in _MOMENTS and parameter.ndim == 1
 
 
-def _fits(value: Any, parameter: Tensor) -> bool:
+def _fits_parameter(value: Any, parameter: Tensor) -> bool:
     """Return whether a saved value can belong to a parameter of this shape."""
     # Factored or scalar state has other shapes; a full moment has as many dimensions as its parameter and must fit.
     full = isinstance(value, Tensor) and value.ndim == parameter.ndim > 0 and value.numel() > 1
     return not full or all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
 
 
-def checked_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Any:
+def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Return `schedule`; raise WrongUse if it does not step this optimizer once per applied update."""
     if getattr(schedule, "optimizer", optimizer) is not optimizer:
         raise WrongUse(

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep import distributed
-from halfstep.distributed import LOOK, rank_failed
-from halfstep.errors import RankFailed, in_one_line
-from halfstep.out_of_memory import is_too_large
+from halfstep.distributed import LOOK, build_rank_failed_error
+from halfstep.errors import RankFailed, format_error_line
+from halfstep.out_of_memory import is_step_too_large
 
 _FAIL_TOGETHER = 1.5
 """Seconds within which ranks that fail for the same reason do so."""
@@ -38,13 +38,13 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
-        with distributed.within(group):
-            self.size, self.rank = distributed.size(), distributed.rank()
-        self._store = _store_of(group) if self.size > 1 else None
+        with distributed.use_process_group(group):
+            self.size, self.rank = distributed.count_ranks(), distributed.rank()
+        self._store = _create_prefix_store(group) if self.size > 1 else None
 
     def here(self) -> AbstractContextManager[None]:
         """Return a context in which the functions of `halfstep.distributed` refer to these ranks."""
-        return _ALL_RANKS if self.group is None else distributed.within(self.group)
+        return _ALL_RANKS if self.group is None else distributed.use_process_group(self.group)
 
     # -- numbers ------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class Ranks:
 
         With a GPU the host does not wait here, but where it reads the numbers.
         """
-        distributed.wait(work, self.look, until)
+        distributed.wait_for_collective(work, self.look, until)
 
     def send_from_rank_zero(self, tensor: Tensor) -> None:
         """Overwrite a tensor with rank 0's, in place."""
@@ -95,9 +95,9 @@ class Ranks:
 
     def publish_failure(self, window: int, error: BaseException) -> None:
         """Publish why this rank failed in this window."""
-        if is_too_large(error):
+        if is_step_too_large(error):
             self._set(f"{window}/{_MEMORY}", "")
-        self._set(f"{window}/{self.rank}", in_one_line(error))
+        self._set(f"{window}/{self.rank}", format_error_line(error))
 
     def request_rebuild(self, window: int) -> None:
         """Publish that this failure left something incomplete, which all ranks must rebuild after the window."""
@@ -124,9 +124,9 @@ class Ranks:
 
     def leave(self, error: BaseException) -> None:
         """Publish that this rank takes part in nothing any more, so that the others stop waiting for it."""
-        if is_too_large(error):
+        if is_step_too_large(error):
             self._set(f"{_GONE}/{_MEMORY}", "")
-        self._set(_GONE, f"{self.rank} {in_one_line(error)}")
+        self._set(_GONE, f"{self.rank} {format_error_line(error)}")
 
     def look(self) -> None:
         """Raise RankFailed if a rank has left, or if its process is gone."""
@@ -137,18 +137,18 @@ class Ranks:
             return
         failed, _, words = self._store.get(_GONE).decode().partition(" ")
         if failed == _UNKNOWN:
-            raise rank_failed(words, None, usable=False)
+            raise build_rank_failed_error(words, None, usable=False)
         given, memory = f"rank {failed} failed in this window: {words}", self._store.check([f"{_GONE}/{_MEMORY}"])
-        raise rank_failed(given, int(failed), usable=False, out_of_memory=memory)
+        raise build_rank_failed_error(given, int(failed), usable=False, out_of_memory=memory)
 
     def failed(self, window: int) -> RankFailed:
         """Return the error that names the ranks that failed in a window."""
         failures = self._failures(window)
         if not failures:
-            return rank_failed("a rank failed in this window, for an unknown reason", None, usable=True)
+            return build_rank_failed_error("a rank failed in this window, for an unknown reason", None, usable=True)
         names = "; ".join(f"rank {rank} failed in this window: {words}" for rank, words in failures)
         memory = self._store is not None and self._store.check([f"{window}/{_MEMORY}"])
-        return rank_failed(names, failures[0][0], usable=True, out_of_memory=memory)
+        return build_rank_failed_error(names, failures[0][0], usable=True, out_of_memory=memory)
 
     def _failures(self, window: int) -> list[tuple[int, str]]:
         """Return the ranks that left a message about a window, with their messages."""
@@ -198,7 +198,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if not connection_broke(error):
+            if not is_lost_rank_error(error):
                 raise
             raise self._gone() from error
 
@@ -212,17 +212,17 @@ class Ranks:
             return known
         except RuntimeError:  # the store went with it
             pass
-        return rank_failed(given, None, usable=False)
+        return build_rank_failed_error(given, None, usable=False)
 
 
-def connection_broke(error: BaseException) -> bool:
+def is_lost_rank_error(error: BaseException) -> bool:
     """Return whether torch raised this error because another rank went away."""
     # gloo raises a plain RuntimeError, which only its message tells from others.
     network = isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError))
     return network or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
-def _store_of(group: Any) -> Any:
+def _create_prefix_store(group: Any) -> Any:
     whole = dist.distributed_c10d._get_default_group() if group is None else group
     store = dist.distributed_c10d._get_process_group_store(whole)
     name = str(whole.group_name)
@@ -237,7 +237,7 @@ def _store_of(group: Any) -> Any:
 # the process group stays usable. Where they cannot, it leaves a message in the store, and the others stop waiting.
 
 
-class Together:
+class RankFailureHandler:
     """The end of a window on every rank after one of them failed."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -247,8 +247,8 @@ class Together:
     def check(self) -> None:
         """Raise RankFailed if the process group became unusable in an earlier window."""
         if self._gone is not None:
-            given = f"a window after one in which ranks diverged: {in_one_line(self._gone)}"
-            raise rank_failed(given, None, usable=False)
+            given = f"a window after one in which ranks diverged: {format_error_line(self._gone)}"
+            raise build_rank_failed_error(given, None, usable=False)
 
     def fail(
         self,
@@ -291,7 +291,7 @@ class Together:
         self._gone = error
         if not isinstance(error, RankFailed):
             with self.ranks.explained():
-                if connection_broke(error):
+                if is_lost_rank_error(error):
                     raise error
 
 
@@ -299,7 +299,7 @@ def _publish_error(ranks: Ranks, window: int, error: BaseException) -> bool:
     """Publish an error for the other ranks; return False if it came from them, or if they cannot be reached."""
     if isinstance(error, RankFailed):
         return error.usable
-    if connection_broke(error):
+    if is_lost_rank_error(error):
         return False
     ranks.publish_failure(window, error)
     return True

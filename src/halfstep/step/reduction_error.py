@@ -16,7 +16,7 @@ EVERY = 100
 """Attempts from one measured step to the next; such a step sends each gradient three times instead of once."""
 
 
-class ReductionError:
+class ReductionErrorMeter:
     """The relative error of gradients that FSDP2 sums in bf16, measured on the first step and then on every 100th.
 
     The gradients of a measured step are summed twice, as they are and as fp32, and the results compared where the step
@@ -53,16 +53,16 @@ class ReductionError:
         if self._squares is None:
             return None
         squares, self._squares = self._squares, None
-        error, size = distributed.agree(squares).tolist()
+        error, size = distributed.sum_counts_over_ranks(squares).tolist()
         return float((error / size) ** 0.5) if size > 0.0 else 0.0
 
 
 class _MeasuredReduction:
     """The sums of one unit, with a second one in fp32 on steps that are measured."""
 
-    def __init__(self, owner: ReductionError, parameter: Tensor) -> None:
+    def __init__(self, owner: ReductionErrorMeter, parameter: Tensor) -> None:
         self._owner = owner
-        self._replicas = distributed.replicas_of(parameter)
+        self._replicas = distributed.find_replica_group(parameter)
         self._wide: Tensor | None = None
         self._op: Any = dist.ReduceOp.SUM
 

@@ -22,7 +22,7 @@ _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 _SEND_NONE = {next(name for name in _SEND_BUFFERS if name in _KNOWN): False}
 
 
-class _Job(nn.Module):
+class _LossModule(nn.Module):
     """A module whose forward is the current loss function."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +33,7 @@ class _Job(nn.Module):
         return loss_fn(self.model, batch)
 
 
-class Replicated(Synchronizer):
+class ReplicatedSynchronizer(Synchronizer):
     """A plain model, the same on every rank.
 
     Rank 0's buffers are sent at the beginning of the window, as in DistributedDataParallel, but from here: the only
@@ -57,7 +57,7 @@ class Replicated(Synchronizer):
         """Wrap the model anew for another set of trainable parameters; average instead if they alternate."""
         trainable = tuple(id(p) for p in self.model.parameters() if p.requires_grad)
         if trainable in self._known:  # parts trained in turns: no new wrapper at every turn
-            return Averaged(self.model, self._ranks)
+            return AveragingSynchronizer(self.model, self._ranks)
         self._known.add(trainable)
         self._wrap()
         return self
@@ -65,8 +65,8 @@ class Replicated(Synchronizer):
     def _wrap(self) -> None:
         # The loss function is the wrapped module's forward: any method that it calls on the model synchronizes, not
         # only forward.
-        self._job = DistributedDataParallel(_Job(self.model), **self._options)
-        self._buffers = SentBuffers(self.model) if self._send_buffers else None
+        self._job = DistributedDataParallel(_LossModule(self.model), **self._options)
+        self._buffers = BroadcastBuffers(self.model) if self._send_buffers else None
         self._end()
 
     def _end(self) -> None:
@@ -107,9 +107,7 @@ class Replicated(Synchronizer):
 
     def without_batch(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> None:
         """Run a backward of zeros, which sends every bucket."""
-        self.run(
-            _zero_loss_of_no_parameter if self._finds_unused else _zero_loss_of_all_parameters, None, True
-        ).backward()
+        self.run(_compute_empty_zero_loss if self._finds_unused else _compute_full_zero_loss, None, True).backward()
 
     def complete(self, gradients: Sequence[Gradients], autocast: AbstractContextManager[object]) -> bool:
         """Send the remaining buffers and buckets of this rank."""
@@ -118,11 +116,11 @@ class Replicated(Synchronizer):
             return True
         begun = 0 if self._before_backward < 0 else self._ranks.collectives() - self._before_backward
         # Either no bucket was sent, and a backward of zeros keeps the reducer usable; or all of them were.
-        if _is_finalized(self._job):
+        if _is_reducer_finalized(self._job):
             if begun == 0:
                 self.without_batch(gradients, autocast)
             return True
-        _reduce_rest(self._job, begun, self._ranks)
+        _send_zero_buckets(self._job, begun, self._ranks)
         self.needs_rebuild = True
         return True
 
@@ -131,10 +129,10 @@ class Replicated(Synchronizer):
         # A reducer that was interrupted cannot be used again. All ranks build a new one together, for they must agree
         # on its buckets. `init_sync=False` sends nothing else, since nothing has changed.
         self.needs_rebuild = False
-        self._job = DistributedDataParallel(_Job(self.model), **{**self._options, "init_sync": False})
+        self._job = DistributedDataParallel(_LossModule(self.model), **{**self._options, "init_sync": False})
 
 
-class Wrapped(Synchronizer):
+class UserDdpSynchronizer(Synchronizer):
     """A model that the user wrapped in DistributedDataParallel: only its own forward synchronizes."""
 
     model: DistributedDataParallel
@@ -186,14 +184,14 @@ class Wrapped(Synchronizer):
             # The others wait in this rank's part of the buffer broadcast.
             self.model._pre_forward()
         begun = 0 if self._before_backward < 0 else self._ranks.collectives() - self._before_backward
-        if begun == 0 or not _is_finalized(self.model):
-            _reduce_rest(self.model, begun, self._ranks)
+        if begun == 0 or not _is_reducer_finalized(self.model):
+            _send_zero_buckets(self.model, begun, self._ranks)
             # DistributedDataParallel reorders its buckets once, after the first backward that every rank has seen.
             self.model.reducer._push_all_rebuilt_params()
         return True
 
 
-class Averaged(Synchronizer):
+class AveragingSynchronizer(Synchronizer):
     """Several losses, each with its own backward: gradients are averaged after the last one."""
 
     fix = "let every process compute every loss, from the same modules"
@@ -209,8 +207,8 @@ class Averaged(Synchronizer):
         parameters = list(self.model.parameters())
         members = {id(p) for p in parameters}
         if not members <= self._members:  # freezing and unfreezing changes no value
-            send_from_rank_zero_([*parameters, *self.model.buffers()], self._ranks)
-            self._members, self._buffers = members, SentBuffers(self.model)
+            broadcast_tensors_([*parameters, *self.model.buffers()], self._ranks)
+            self._members, self._buffers = members, BroadcastBuffers(self.model)
         return self
 
     def begin(self, microbatches: int) -> None:
@@ -232,7 +230,7 @@ class Averaged(Synchronizer):
     def finish(self, gradients: Sequence[Gradients]) -> None:
         """Average the gradients, and send rank 0's buffers."""
         for some in gradients:
-            _average_(some.trainable, self._ranks)
+            _average_gradients_(some.trainable, self._ranks)
         self._buffers.send(self._ranks)
         self._finished = True
 
@@ -246,18 +244,18 @@ class Averaged(Synchronizer):
 # -- DistributedDataParallel, from inside --------------------------------------------------------------------------
 
 
-def _zero_loss_of_all_parameters(model: Any, _: object) -> Tensor:
+def _compute_full_zero_loss(model: Any, _: object) -> Tensor:
     """Return a loss whose gradient is zero for every parameter that DistributedDataParallel waits for."""
     # Every parameter is in the graph, so that each of its hooks fires and each bucket is sent.
     return torch.stack([p.sum() * 0.0 for p in model.parameters() if p.requires_grad]).sum()
 
 
-def _zero_loss_of_no_parameter(model: Any, _: object) -> Tensor:
+def _compute_empty_zero_loss(model: Any, _: object) -> Tensor:
     """Return a loss that leaves parameters that no rank used without a gradient."""
     return torch.zeros((), device=next(model.parameters()).device, requires_grad=True) * 1.0
 
 
-def _is_finalized(wrapped: DistributedDataParallel) -> bool:
+def _is_reducer_finalized(wrapped: DistributedDataParallel) -> bool:
     """Return whether no backward is in the middle of its reduction."""
     try:
         wrapped._check_reducer_finalized()
@@ -266,7 +264,7 @@ def _is_finalized(wrapped: DistributedDataParallel) -> bool:
     return True
 
 
-def _reduce_rest(wrapped: DistributedDataParallel, begun: int, ranks: Ranks) -> None:
+def _send_zero_buckets(wrapped: DistributedDataParallel, begun: int, ranks: Ranks) -> None:
     """Send zeros for the buckets that this rank did not send, in the others' order, like torch's own Join."""
     for bucket in wrapped.reducer._get_zeros_like_grad_buckets()[begun:]:
         ranks.sum(bucket.buffer())
@@ -277,7 +275,7 @@ def _reduce_rest(wrapped: DistributedDataParallel, begun: int, ranks: Ranks) -> 
 # -- buffers and gradients -------------------------------------------------------------------------------------------
 
 
-class SentBuffers:
+class BroadcastBuffers:
     """The buffers that rank 0 sends to the others in every window: always the same tensors, of the same sizes.
 
     A buffer may be rebound, or exist on some ranks only, if another rank had no batch; the tensors sent must not depend
@@ -295,9 +293,7 @@ class SentBuffers:
     def send(self, ranks: Ranks) -> None:
         """Overwrite every rank's buffers with rank 0's."""
         if self._places:
-            send_from_rank_zero_(
-                [_reuse_or_allocate(spare, some.get(name)) for some, name, spare in self._places], ranks
-            )
+            broadcast_tensors_([_reuse_or_allocate(spare, some.get(name)) for some, name, spare in self._places], ranks)
 
 
 def _reuse_or_allocate(spare: Tensor, buffer: Tensor | None) -> Tensor:
@@ -306,7 +302,7 @@ def _reuse_or_allocate(spare: Tensor, buffer: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def send_from_rank_zero_(tensors: list[Tensor], ranks: Ranks) -> None:
+def broadcast_tensors_(tensors: list[Tensor], ranks: Ranks) -> None:
     """Overwrite every rank's tensors with rank 0's: one broadcast per dtype and device."""
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -323,23 +319,23 @@ def send_from_rank_zero_(tensors: list[Tensor], ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def _average_(parameters: list[Tensor], ranks: Ranks) -> None:
+def _average_gradients_(parameters: list[Tensor], ranks: Ranks) -> None:
     """Average gradients over ranks; every rank sends every parameter, reached or not, so that all vectors match."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for p in parameters:
-        alike.setdefault(_gradient_dtype(p), []).append(p)
+        alike.setdefault(_find_gradient_dtype(p), []).append(p)
     for some in alike.values():
-        _average_alike_(some, ranks)
+        _average_one_dtype_(some, ranks)
 
 
-def _gradient_dtype(p: Tensor) -> torch.dtype:
+def _find_gradient_dtype(p: Tensor) -> torch.dtype:
     dtype: torch.dtype | None = getattr(p, "grad_dtype", None)
     return p.dtype if dtype is None else dtype
 
 
-def _average_alike_(parameters: list[Tensor], ranks: Ranks) -> None:
+def _average_one_dtype_(parameters: list[Tensor], ranks: Ranks) -> None:
     mine = [p.grad is not None for p in parameters]
-    pieces = [torch.zeros_like(p, dtype=_gradient_dtype(p)) if p.grad is None else p.grad for p in parameters]
+    pieces = [torch.zeros_like(p, dtype=_find_gradient_dtype(p)) if p.grad is None else p.grad for p in parameters]
     # In the same all_reduce as the gradients: which parameters were reached on any rank.
     reached = torch.tensor(mine, dtype=pieces[0].dtype, device=pieces[0].device)
     flat = torch.cat([*(piece.flatten() for piece in pieces), reached]) / ranks.size

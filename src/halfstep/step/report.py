@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from halfstep.draw.notebook import mimebundle
-from halfstep.page import Page, Paragraph, Span, number_table
+from halfstep.draw.notebook import build_mimebundle
+from halfstep.page import Page, Paragraph, Span, build_number_table
 
 LOSS_NOT_FINITE = "loss_not_finite"
 """The loss itself is NaN or inf. The loss scale is held: lowering it could not have helped."""
@@ -20,7 +20,7 @@ GUARD = "guard:"
 """The prefix before the name of the guard that refused the update."""
 
 
-def refused_by(reason: str | None) -> str | None:
+def parse_guard_name(reason: str | None) -> str | None:
     """Return the name of the guard that refused the update, or None for any other reason."""
     return reason.removeprefix(GUARD) if reason is not None and reason.startswith(GUARD) else None
 
@@ -71,11 +71,11 @@ class StepReport(NamedTuple):
         every = OptimizerReport(self.loss, self.grad_norm, self.loss_scale)
         parts = {"": every} if len(self.parts) == 1 else {"all": every, **self.parts}
         rows = [(name, f"{n.loss:.6g}", f"{n.grad_norm:.4g}", f"{n.loss_scale:g}") for name, n in parts.items()]
-        table = number_table("", ("loss", "gradient norm", "loss scale"), rows)
+        table = build_number_table("", ("loss", "gradient norm", "loss scale"), rows)
         return Page("one step", (Paragraph((attempt, what)), table))
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return mimebundle(self.page(), str(self))
+        return build_mimebundle(self.page(), str(self))
 
 
 class Guard(Protocol):

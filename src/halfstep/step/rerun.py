@@ -19,22 +19,27 @@ from halfstep import distributed
 from halfstep.finding import Finding
 from halfstep.formats import FP32, is_narrow
 from halfstep.observe.nonfinite_origin import (
-    Made,
     NonfiniteOrigins,
-    all_finite,
-    local,
-    norm_of,
-    total_norm,
+    NonfiniteSource,
+    compute_norm,
+    compute_total_norm,
+    extract_local_tensor,
+    is_all_finite,
 )
-from halfstep.observe.reachable import held_by, leaves, outermost, reachable
-from halfstep.observe.recorder import Recorder, as_written, eagerly
-from halfstep.precision.converted import as_plain, own_conversions
-from halfstep.precision.island import is_changed, trial_island, undo_policy
+from halfstep.observe.reachable import (
+    find_reachable_instances,
+    iterate_reachable,
+    iterate_tensor_leaves,
+    select_outermost_modules,
+)
+from halfstep.observe.recorder import Recorder, run_eagerly, strip_compile_wrappers
+from halfstep.precision.converted import compute_as_plain_linear, list_precision_conversions
+from halfstep.precision.island import has_precision_changes, make_temporary_islands, undo_policy
 from halfstep.precision.precision import Precision, widen
-from halfstep.step.loss import Counted, base_count, loss_and_aux, weighted
+from halfstep.step.loss import Counted, divide_and_scale_loss, estimate_window_count, split_loss_and_aux
 from halfstep.step.objective import Objective
 from halfstep.step.rollback import Rollback
-from halfstep.step.step_inputs import Factor, StepInputs, generator_states, set_generator_states
+from halfstep.step.step_inputs import LossFactors, StepInputs, collect_generator_states, set_generator_states
 
 HELD = "the loss function's "
 """The prefix of tensors that are reached only through the loss function."""
@@ -53,33 +58,35 @@ class HeldTensors:
     generators: tuple[torch.Generator, ...]
 
 
-def holdings(model: nn.Module, loss_fn: Any, batch: Any = None) -> HeldTensors:
+def collect_held_tensors(model: nn.Module, loss_fn: Any, batch: Any = None) -> HeldTensors:
     """Return what the model, the loss function and the batch hold."""
-    found = list(reachable(loss_fn))
-    on_model = list(reachable(model))
+    found = list(iterate_reachable(loss_fn))
+    on_model = list(iterate_reachable(model))
     named = {id(thing): name or type(thing).__name__ for name, thing in found if isinstance(thing, nn.Module)}
-    held = outermost((thing for _, thing in found if isinstance(thing, nn.Module)), model)
+    held = select_outermost_modules((thing for _, thing in found if isinstance(thing, nn.Module)), model)
     modules = tuple((named[id(module)], module) for module in held)
-    tensors = {f"{HELD}{name or 'tensor'}": thing for name, thing in found if _is_plain(thing)}
-    tensors |= {f"{ATTRIBUTE}{as_written(name)}": thing for name, thing in on_model if _is_plain(thing)}
+    tensors = {f"{HELD}{name or 'tensor'}": thing for name, thing in found if _is_plain_tensor(thing)}
+    tensors |= {
+        f"{ATTRIBUTE}{strip_compile_wrappers(name)}": thing for name, thing in on_model if _is_plain_tensor(thing)
+    }
     for holder, module in modules:
-        tensors |= {f"buffer {_path_in(name, holder)}": buffer for name, buffer in module.named_buffers()}
-        tensors |= {f"weight {_path_in(name, holder)}": weight for name, weight in module.named_parameters()}
-    everything = [thing for _, thing in (*found, *on_model, *reachable(batch))]
+        tensors |= {f"buffer {_format_held_path(name, holder)}": buffer for name, buffer in module.named_buffers()}
+        tensors |= {f"weight {_format_held_path(name, holder)}": weight for name, weight in module.named_parameters()}
+    everything = [thing for _, thing in (*found, *on_model, *iterate_reachable(batch))]
     generators = {id(thing): thing for thing in everything if isinstance(thing, torch.Generator)}
     return HeldTensors(modules, tensors, tuple(generators.values()))
 
 
-def _is_plain(thing: Any) -> bool:
+def _is_plain_tensor(thing: Any) -> bool:
     return isinstance(thing, Tensor) and not isinstance(thing, nn.Parameter)
 
 
-def _path_in(name: str, holder: str) -> str:
-    return f"{holder}.{as_written(name)}"
+def _format_held_path(name: str, holder: str) -> str:
+    return f"{holder}.{strip_compile_wrappers(name)}"
 
 
 @contextmanager
-def undisturbed(
+def preserve_training_state(
     model: nn.Module,
     attempt: StepInputs,
     holdings: HeldTensors,
@@ -97,7 +104,7 @@ def undisturbed(
     trained = [parameter for reach in (attempt.reaches or {}).values() for parameter in reach.parameters]
     every = [*(parameter for module in modules for parameter in module.parameters()), *trained]
     parameters = list({id(parameter): parameter for parameter in every}.values())
-    rollback = Rollback(_report_nothing, model)
+    rollback = Rollback(_ignore_findings, model)
     rollback.look_beside(modules[1:])
     for thing in include:
         rollback.include(thing)
@@ -107,7 +114,7 @@ def undisturbed(
         rollback.copy_parameters(parameter for parameter in parameters if fits or not parameter.requires_grad)
     own = {id(each): (each, each.get_state()) for each in holdings.generators}
     own |= {id(each): (each, each.get_state()) for each, _ in attempt.own_generators}
-    generators = generator_states(device)
+    generators = collect_generator_states(device)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     rollback.remember()
     # Backward adds to existing gradients, so a rerun must start without any, as the step did.
@@ -124,14 +131,14 @@ def undisturbed(
             generator.set_state(state)
 
 
-def _report_nothing(_findings: Sequence[Finding]) -> None:
+def _ignore_findings(_findings: Sequence[Finding]) -> None:
     """A rerun writes what the step wrote, which the step itself reports."""
 
 
 class ReplayLoss:
     """The sum of the micro-batches of one loss."""
 
-    def __init__(self, factor: Factor, microbatches: int, scale: float | None) -> None:
+    def __init__(self, factor: LossFactors, microbatches: int, scale: float | None) -> None:
         self._microbatches, self._base = microbatches, factor.base
         self.scale = factor.scale if scale is None else scale
         self.totals: list[Tensor] = []
@@ -151,9 +158,9 @@ class ReplayLoss:
             if self._base is None:
                 # The step exchanged the counts between ranks. Here one rank may fail, and must not leave the others
                 # waiting: an estimate that all micro-batches share takes their place.
-                self._base = base_count(float(count), self._microbatches, distributed.size())
+                self._base = estimate_window_count(float(count), self._microbatches, distributed.count_ranks())
             divisor = self._base or 1.0
-        return weighted(value, divisor, self.scale)
+        return divide_and_scale_loss(value, divisor, self.scale)
 
     @property
     def counts_nothing(self) -> bool:
@@ -207,7 +214,7 @@ class RerunResult:
     """The loss of all micro-batches, unscaled."""
     finite: bool
     """Whether the step would be applied: loss, gradient norm in fp32 and buffers are finite."""
-    origin: Made | None = None
+    origin: NonfiniteSource | None = None
     """The origin of non-finite values; None if there are none, or if compiled code hides it."""
     bad_parameters: tuple[str, ...] = ()
     """The parameters with a non-finite gradient, in the model's order."""
@@ -223,23 +230,27 @@ class RerunResult:
     """Whether the loss of every micro-batch is finite, but their sum overflows fp32."""
 
 
-def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunResult:
+def rerun_step(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunResult:
     """Run forward and backward of all micro-batches; gradients are not exchanged between ranks."""
     device = next(model.parameters()).device
-    held = holdings(model, attempt.loss_fn, attempt.microbatches)
+    held = collect_held_tensors(model, attempt.loss_fn, attempt.microbatches)
     origins = NonfiniteOrigins(model, attempt.microbatches, held.tensors)
     bad_before = set(_find_nonfinite_buffers(model, held))
-    kept = undisturbed(model, attempt, held, device, compiled=config.compiled)
-    with kept as rollback, trial_island(model, *config.islands), wide_weights(model, config.precision):
+    kept = preserve_training_state(model, attempt, held, device, compiled=config.compiled)
+    with (
+        kept as rollback,
+        make_temporary_islands(model, *config.islands),
+        widen_trained_weights(model, config.precision),
+    ):
         with ExitStack() as active:
             active.enter_context(config.precision.scope(device))
             if not config.precision.changes_model:
-                active.enter_context(as_plain(own_conversions(model)))
-            elif not is_changed(model):
+                active.enter_context(compute_as_plain_linear(list_precision_conversions(model)))
+            elif not has_precision_changes(model):
                 config.precision.prepare(model, device)
                 active.callback(undo_policy, model)
             if not config.compiled:
-                active.enter_context(eagerly())
+                active.enter_context(run_eagerly())
                 active.enter_context(Recorder(model, origins, memory=rollback))
             # Last before the run, so that nothing else draws from them in between.
             set_generator_states(attempt.generators, device)
@@ -248,31 +259,31 @@ def rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunR
             shares = run_microbatches(model, attempt, config, device)
             after_backward = origins.order
             if config.on_gradients is not None:
-                _edit(model, attempt, shares, config.on_gradients)
+                _run_on_gradients(model, attempt, shares, config.on_gradients)
         buffers = {
             name: buffer for name, buffer in _find_nonfinite_buffers(model, held).items() if name not in bad_before
         }
-        found = _judge_rerun(model, attempt, shares, buffers, origins, config)
+        found = _build_rerun_result(model, attempt, shares, buffers, origins, config)
     if found.origin is None or found.origin.order <= after_backward:
         return found
     return replace(found, origin=replace(found.origin, module=ON_GRADIENTS))
 
 
 @contextmanager
-def wide_weights(model: nn.Module, precision: Precision) -> Iterator[None]:
+def widen_trained_weights(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Store trained weights in fp32 inside the context, for a precision that does not cast them."""
     trained = [] if precision.casts else [p for p in model.parameters() if p.requires_grad]
     stored = [(p, p.data, getattr(p, "grad_dtype", None)) for p in trained if is_narrow(p.dtype)]
     try:
         for parameter, data, _ in stored:  # inside: there may be no room for the last ones
-            _store_as(parameter, data.float(), torch.float32)
+            _set_parameter_data(parameter, data.float(), torch.float32)
         yield
     finally:
         for parameter, data, dtype in stored:
-            _store_as(parameter, data, dtype)
+            _set_parameter_data(parameter, data, dtype)
 
 
-def _store_as(parameter: Tensor, data: Tensor, gradient_dtype: torch.dtype | None) -> None:
+def _set_parameter_data(parameter: Tensor, data: Tensor, gradient_dtype: torch.dtype | None) -> None:
     parameter.grad = None
     parameter.data = data
     if gradient_dtype is not None and hasattr(parameter, "grad_dtype"):
@@ -281,10 +292,10 @@ def _store_as(parameter: Tensor, data: Tensor, gradient_dtype: torch.dtype | Non
 
 def _find_nonfinite_buffers(model: nn.Module, held: HeldTensors) -> dict[str, Tensor]:
     """Return the non-finite buffers, by name."""
-    named = [(as_written(name), buffer) for name, buffer in model.named_buffers()]
+    named = [(strip_compile_wrappers(name), buffer) for name, buffer in model.named_buffers()]
     for holder, module in held.modules:
-        named += [(f"{holder}.{as_written(name)}", buffer) for name, buffer in module.named_buffers()]
-    return {name: buffer for name, buffer in named if _has_numbers(buffer) and not all_finite(buffer)}
+        named += [(f"{holder}.{strip_compile_wrappers(name)}", buffer) for name, buffer in module.named_buffers()]
+    return {name: buffer for name, buffer in named if _has_numbers(buffer) and not is_all_finite(buffer)}
 
 
 def _has_numbers(buffer: Tensor) -> bool:
@@ -309,7 +320,7 @@ def run_microbatches(
     autocast = config.precision.autocast(device)
     for microbatch in attempt.microbatches:
         with autocast:
-            given, _ = loss_and_aux(attempt.loss_fn(model, microbatch))
+            given, _ = split_loss_and_aux(attempt.loss_fn(model, microbatch))
         if pair is not None and not attempt.factors:
             attempt.has(pair(given))
         shares = shares or {
@@ -325,7 +336,9 @@ def run_microbatches(
     return shares
 
 
-def _edit(model: nn.Module, attempt: StepInputs, shares: Mapping[str, ReplayLoss], on_gradients: OnGradients) -> None:
+def _run_on_gradients(
+    model: nn.Module, attempt: StepInputs, shares: Mapping[str, ReplayLoss], on_gradients: OnGradients
+) -> None:
     """Unscale the gradients and run on_gradients as the step does; tensors that it holds are restored."""
     parameters: list[Tensor] = []
     for name, share in shares.items():
@@ -335,12 +348,16 @@ def _edit(model: nn.Module, attempt: StepInputs, shares: Mapping[str, ReplayLoss
                 parameter.grad.mul_(share.unscale)
                 parameters.append(parameter)
         share.unscaled = True
-    held = [each for each in held_by(on_gradients, Tensor) if not isinstance(each, nn.Parameter) and _has_numbers(each)]
-    with batch_kept(held):
+    held = [
+        each
+        for each in find_reachable_instances(on_gradients, Tensor)
+        if not isinstance(each, nn.Parameter) and _has_numbers(each)
+    ]
+    with preserve_batch(held):
         on_gradients(parameters)
 
 
-def _judge_rerun(
+def _build_rerun_result(
     model: nn.Module,
     attempt: StepInputs,
     shares: Mapping[str, ReplayLoss],
@@ -350,19 +367,19 @@ def _judge_rerun(
 ) -> RerunResult:
     """Judge a rerun by what the step judges, in the same way, and by nothing else that backward may have reached."""
     losses = [total for share in shares.values() for total in share.totals]
-    gradients = _gradients(model, attempt)
-    bad = tuple(name for name, (_, gradient) in gradients.items() if not all_finite(gradient))
+    gradients = _collect_gradients(model, attempt)
+    bad = tuple(name for name, (_, gradient) in gradients.items() if not is_all_finite(gradient))
     # If this rank counts no element, others may still do.
-    counted = distributed.size() > 1 or not any(share.counts_nothing for share in shares.values())
-    plain = {name: local(gradient) for name, (_, gradient) in gradients.items()}
+    counted = distributed.count_ranks() > 1 or not any(share.counts_nothing for share in shares.values())
+    plain = {name: extract_local_tensor(gradient) for name, (_, gradient) in gradients.items()}
     # The loss first: if it is non-finite, its gradients say nothing more.
     origin = (
-        (origins.reaching(losses) or _origin_of_gradients(model, plain, origins) or origins.reaching(buffers.values()))
+        (origins.reaching(losses) or _find_gradient_origin(model, plain, origins) or origins.reaching(buffers.values()))
         if not config.compiled
         else None
     )
-    fits, summed = _norm_fits(gradients, shares), all(map(_sums_up, shares.values()))
-    norm = math.hypot(*(norm_of(gradient) * shares[lane].unscale for lane, gradient in gradients.values()))
+    fits, summed = _norm_fits(gradients, shares), all(map(_has_finite_sum, shares.values()))
+    norm = math.hypot(*(compute_norm(gradient) * shares[lane].unscale for lane, gradient in gradients.values()))
     first = next(iter(shares.values()))
     return RerunResult(
         config,
@@ -374,7 +391,7 @@ def _judge_rerun(
         1.0 if first.count is None else first.count,
         tuple(buffers),
         not fits and not bad,
-        not summed and all(map(all_finite, losses)),
+        not summed and all(map(is_all_finite, losses)),
     )
 
 
@@ -383,20 +400,20 @@ def _norm_fits(gradients: Mapping[str, tuple[str, Tensor]], shares: Mapping[str,
     by_lane: dict[str, list[Tensor]] = {}
     for lane, gradient in gradients.values():
         by_lane.setdefault(lane, []).append(gradient)
-    return all(total_norm(its) * shares[lane].unscale <= FP32.largest for lane, its in by_lane.items())
+    return all(compute_total_norm(its) * shares[lane].unscale <= FP32.largest for lane, its in by_lane.items())
 
 
-def _sums_up(share: ReplayLoss) -> bool:
+def _has_finite_sum(share: ReplayLoss) -> bool:
     """Return whether the losses add up to a finite number, in the format in which the step adds them."""
     total = share.totals[0]
     for more in share.totals[1:]:
         total = total + more
-    return all_finite(total)
+    return is_all_finite(total)
 
 
-def _gradients(model: nn.Module, attempt: StepInputs) -> dict[str, tuple[str, Tensor]]:
+def _collect_gradients(model: nn.Module, attempt: StepInputs) -> dict[str, tuple[str, Tensor]]:
     """Return the optimizer and the gradient of each parameter, in the model's order."""
-    names = {id(parameter): as_written(name) for name, parameter in model.named_parameters()}
+    names = {id(parameter): strip_compile_wrappers(name) for name, parameter in model.named_parameters()}
     first = next(iter(attempt.factors))
     reaches = attempt.reaches or {}
     owners = {id(p): name for name, reach in reaches.items() for p in reach.parameters}
@@ -408,7 +425,9 @@ def _gradients(model: nn.Module, attempt: StepInputs) -> dict[str, tuple[str, Te
     }
 
 
-def _origin_of_gradients(model: nn.Module, gradients: Mapping[str, Tensor], origins: NonfiniteOrigins) -> Made | None:
+def _find_gradient_origin(
+    model: nn.Module, gradients: Mapping[str, Tensor], origins: NonfiniteOrigins
+) -> NonfiniteSource | None:
     found = origins.reaching(gradients.values())
     if found is None or not distributed.is_sharded(model.parameters()):
         return found
@@ -418,9 +437,13 @@ def _origin_of_gradients(model: nn.Module, gradients: Mapping[str, Tensor], orig
 
 
 @contextmanager
-def batch_kept(microbatches: Sequence[Any]) -> Iterator[None]:
+def preserve_batch(microbatches: Sequence[Any]) -> Iterator[None]:
     """Restore tensors of the batch that the block writes to, so that the next rerun starts with the same batch."""
-    found = [leaf for _, leaf in leaves(microbatches) if leaf.layout is torch.strided and not leaf.is_inference()]
+    found = [
+        leaf
+        for _, leaf in iterate_tensor_leaves(microbatches)
+        if leaf.layout is torch.strided and not leaf.is_inference()
+    ]
     kept = [(leaf.detach(), leaf.detach().clone(), leaf._version) for leaf in found]
     try:
         yield

@@ -21,22 +21,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.observe.reachable import leaves
-from halfstep.observe.recorder import storage_key
-from halfstep.step.bindings import Bindings, Names
-from halfstep.step.buffers import same_sparse
+from halfstep.observe.reachable import iterate_tensor_leaves
+from halfstep.observe.recorder import identify_storage
+from halfstep.step.bindings import ModuleBindings, Names
+from halfstep.step.buffers import have_same_sparse_values
 from halfstep.step.memory import (
     SMALL,
     CopiedTensor,
-    Copies,
-    WeakBlock,
-    copied_tensors,
-    plain_parts,
-    put_back_places,
-    words_in,
+    MemoryCopies,
+    WeakStorageCopy,
+    copy_tensors,
+    list_strided_parts,
+    restore_tensor_memory,
+    view_bytes_as_integers,
 )
-from halfstep.step.optimizer_slot import stacked
-from halfstep.step.unseen_writes import UnseenWrites
+from halfstep.step.optimizer_slot import stack_numbers
+from halfstep.step.unseen_writes import UnseenWriteDetector
 
 OUTSIDE_MODEL = "(outside the model)."
 """The prefix of names of tensors that belong to no module of the model."""
@@ -46,7 +46,7 @@ _NO_MEMBERS: list[Any] = [object()]
 """A list that equals no list of tensors."""
 
 
-class _Held(NamedTuple):
+class _HeldTensor(NamedTuple):
     """A tensor that a module holds."""
 
     name: str
@@ -58,7 +58,7 @@ class _Held(NamedTuple):
     included: bool
 
 
-class _Loose:
+class _OutsideTensor:
     """A tensor outside of modules that an observed step has used; somebody else holds it."""
 
     def __init__(self, name: str, tensor: Tensor, went: Callable[[object], None], *, written: bool) -> None:
@@ -78,22 +78,22 @@ class Rollback:
         self._ran: list[weakref.ref[nn.Module]] = []
         self.with_state: list[Any] = []
         self._states: list[Any] = []
-        self._bindings, self._unseen = Bindings(), UnseenWrites()
+        self._bindings, self._unseen = ModuleBindings(), UnseenWriteDetector()
         self._copied: list[CopiedTensor] = []
         """The tensors that are copied before each window."""
         self._copied_places: list[tuple[Any, ...]] = []
-        self._copies, self._copied_storages, self._partly_copied = Copies(), set[int](), set[int]()
+        self._copies, self._copied_storages, self._partly_copied = MemoryCopies(), set[int](), set[int]()
         self._unseen_by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-        self._sparse: list[tuple[_Held, Tensor]] = []
+        self._sparse: list[tuple[_HeldTensor, Tensor]] = []
         self._finite: list[CopiedTensor] = []
         """Buffers of floating point numbers that were finite when they were first seen."""
         self._never_finite: dict[str, bool] = {}
         self._written: set[str] = set()
         """Names of tensors of modules that a step was seen to write, or that are copied on request."""
-        self._blocks: dict[int, WeakBlock] = {}
+        self._blocks: dict[int, WeakStorageCopy] = {}
         """By storage: memory outside of modules that is copied before each window."""
-        self._outside, self._places = Copies(), list[tuple[Tensor, Tensor]]()
-        self._loose: dict[int, _Loose] = {}
+        self._outside, self._places = MemoryCopies(), list[tuple[Tensor, Tensor]]()
+        self._loose: dict[int, _OutsideTensor] = {}
         """By tensor: those outside of modules that an observed step has used."""
         self._batch: dict[int, str] = {}
         self._included_storages: set[int] = set()
@@ -124,7 +124,7 @@ class Rollback:
         if isinstance(thing, nn.Module):
             self._included.append(thing)
             self.follow()
-        elif has_state(thing):
+        elif has_state_dict(thing):
             self.with_state.append(thing)
         else:
             raise WrongUse(
@@ -174,7 +174,7 @@ class Rollback:
                     seen.add(id(module))
                     yield ".".join(filter(None, (prefix, path))), module
 
-    def _tensors(self) -> Iterator[_Held]:
+    def _tensors(self) -> Iterator[_HeldTensor]:
         """Yield each tensor of the covered modules once, by the first of its names."""
         included = {id(part) for module in self._included for part in module.modules()}
         seen: set[int] = set()
@@ -186,7 +186,7 @@ class Rollback:
                         seen.add(id(tensor))
                         kinds = holder is module._parameters, holder is module._buffers
                         name = f"{path}.{key}" if path else key
-                        yield _Held(name, tensor, holder, key, *kinds, included=id(module) in included)
+                        yield _HeldTensor(name, tensor, holder, key, *kinds, included=id(module) in included)
 
     @property
     def steps_to_check(self) -> int:
@@ -221,12 +221,12 @@ class Rollback:
     def _sort_tensors(self) -> None:
         """Decide which tensors are copied before each window, and which are checked for writes; copy the first."""
         every = list(self._tensors())
-        tensors = list(zip(every, plain_parts(held.tensor for held in every), strict=True))
+        tensors = list(zip(every, list_strided_parts(held.tensor for held in every), strict=True))
         self._take_over([(held.name, key, part) for held, parts in tensors for key, part in parts])
         large = sum(held.tensor.nbytes for held, parts in tensors if parts and _is_large(held))
         self._sparse, self._finite = [], []
-        copied: list[tuple[_Held, int, Tensor]] = []
-        unseen: list[tuple[_Held, int, Tensor]] = []
+        copied: list[tuple[_HeldTensor, int, Tensor]] = []
+        unseen: list[tuple[_HeldTensor, int, Tensor]] = []
         for held, parts in tensors:
             if held.is_parameter and parts and parts[0][1] is not held.tensor:
                 continue  # a shard: FSDP2 exchanges it for whole parameters by itself
@@ -237,8 +237,8 @@ class Rollback:
                 always = always or held.included or large <= FEW_BYTES or not _is_large(held)
             for key, part in parts:
                 (copied if always or part.is_inference() else unseen).append((held, key, part))
-        self._copied = copied_tensors(((held.name, part) for held, _, part in copied), self._copied)
-        self._copies = Copies(self._copied)
+        self._copied = copy_tensors(((held.name, part) for held, _, part in copied), self._copied)
+        self._copies = MemoryCopies(self._copied)
         for (held, _, part), entry in zip(copied, self._copied, strict=True):
             if held.is_buffer and part is held.tensor:
                 self._look_for_finite(entry)
@@ -283,14 +283,14 @@ class Rollback:
             elif loose.copied:
                 self._places.append((tensor, tensor.detach()))
                 # `.data =` and `set_` give a tensor other memory.
-                if (storage := storage_key(tensor)) not in self._blocks:
-                    self._blocks[storage] = WeakBlock(tensor.untyped_storage(), written=loose.written)
+                if (storage := identify_storage(tensor)) not in self._blocks:
+                    self._blocks[storage] = WeakStorageCopy(tensor.untyped_storage(), written=loose.written)
         for key, block in list(self._blocks.items()):
             held = block.storage()
             if held is None:
                 del self._blocks[key]
                 continue
-            row = words_in(held, 0, held.nbytes())
+            row = view_bytes_as_integers(held, 0, held.nbytes())
             fits = block.copy is not None and (block.copy.shape, block.copy.dtype) == (row.shape, row.dtype)
             block.copy = self._outside.add(row, block.copy if fits else None)
         self._outside.renew()
@@ -304,8 +304,8 @@ class Rollback:
         """
         self._batch, self._name_of = dict(batch), name_of
         self._observations += 1
-        states = (leaf for thing in self.with_state for _, leaf in leaves(thing.state_dict()))
-        self._included_storages = {key for key, _ in chain(*plain_parts(states))}
+        states = (leaf for thing in self.with_state for _, leaf in iterate_tensor_leaves(thing.state_dict()))
+        self._included_storages = {key for key, _ in chain(*list_strided_parts(states))}
 
     def module_runs(self, module: nn.Module) -> None:
         """Cover a module that is about to run."""
@@ -323,9 +323,9 @@ class Rollback:
 
     def before_use(self, written: Sequence[Tensor], read: Sequence[Tensor], line: str | None) -> None:
         """Cover memory from before the window that an operation in this line of code is about to write or to read."""
-        for key, part in chain(*plain_parts(written)):
+        for key, part in chain(*list_strided_parts(written)):
             self._copy_before_write(key, part, line)
-        for key, part in chain(*plain_parts(read)):
+        for key, part in chain(*list_strided_parts(read)):
             if not self._is_covered(key) and key not in self._unseen_by_storage:
                 loose = self._add_loose(part, line, written=False)
                 if loose.copied:
@@ -347,7 +347,7 @@ class Rollback:
             self._copied_storages.add(key)
             named = self._unseen_by_storage.pop(key)
             # It holds what it held when the window began: the first write is this one.
-            for entry in copied_tensors(named):
+            for entry in copy_tensors(named):
                 self._copied.append(entry)
                 self._copies.add(entry.row, entry.copy)
             self._written |= {name for name, _ in named}
@@ -358,7 +358,7 @@ class Rollback:
 
     def before_replace(self, tensor: Tensor, line: str | None) -> None:
         """Cover a tensor that is about to get other memory; that of modules is restored in any case."""
-        for key, part in chain(*plain_parts([tensor])):
+        for key, part in chain(*list_strided_parts([tensor])):
             if key in self._blocks or not (self._is_covered(key) or key in self._unseen_by_storage):
                 self._copy_before_write(key, part, line)
 
@@ -371,13 +371,13 @@ class Rollback:
         if torch._C._current_autograd_node() is None:
             return False
         gradients = (held.tensor.grad for held in self._tensors() if held.tensor.is_leaf)
-        return any(own == key for own, _ in chain(*plain_parts(g for g in gradients if g is not None)))
+        return any(own == key for own, _ in chain(*list_strided_parts(g for g in gradients if g is not None)))
 
-    def _add_loose(self, part: Tensor, line: str | None, *, written: bool) -> _Loose:
+    def _add_loose(self, part: Tensor, line: str | None, *, written: bool) -> _OutsideTensor:
         loose = self._loose.get(id(part))
         if loose is None or loose.tensor() is not part:
             name = self._name_of(part) or f"a tensor of shape {list(part.shape)}" + (f" used in {line}" if line else "")
-            loose = self._loose[id(part)] = _Loose(name, part, self._went, written=written)
+            loose = self._loose[id(part)] = _OutsideTensor(name, part, self._went, written=written)
             self._changed = True
         if written:
             loose.written = loose.copied = True
@@ -386,9 +386,9 @@ class Rollback:
     def _copy_block(self, key: int, part: Tensor, *, written: bool) -> None:
         """Copy all memory that a tensor shares with its views."""
         storage = part.untyped_storage()
-        block = self._blocks[key] = WeakBlock(storage, written=written)
+        block = self._blocks[key] = WeakStorageCopy(storage, written=written)
         self._new_blocks.add(key)
-        block.copy = self._outside.add(words_in(storage, 0, storage.nbytes()))
+        block.copy = self._outside.add(view_bytes_as_integers(storage, 0, storage.nbytes()))
         self._places.append((part, part.detach()))
 
     # -- the end of the window ----------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ class Rollback:
         """Return a flag on the device: whether a buffer that once was finite is not; None if there is no candidate."""
         if not self._finite:
             return None
-        largest = stacked(self.largest_magnitudes()).amax()
+        largest = stack_numbers(self.largest_magnitudes()).amax()
         # Zero of a finite number, else NaN: two kernels, where isfinite() takes five.
         return (largest - largest) != 0
 
@@ -426,7 +426,7 @@ class Rollback:
         """Look for writes without a copy, after the last backward; `flags` are those of `unseen_writes`, as read."""
         for name, tensor in self._unseen.written(flags):
             # Copied just before this window wrote it, if the window was observed.
-            if name not in self._seen and name not in self._first and storage_key(tensor) not in self._blocks:
+            if name not in self._seen and name not in self._first and identify_storage(tensor) not in self._blocks:
                 self._first.append(name)
                 if id(tensor) in self._loose:
                     self._add_loose(tensor, None, written=True)
@@ -462,26 +462,26 @@ class Rollback:
         """Accept what forward wrote: the window was applied."""
         names = self._first + (self._seen if self._observations > 1 else [])
         if names:
-            self._emit([_first_write(names, restored=True)])
+            self._emit([_build_first_write_finding(names, restored=True)])
         self._end()
 
     def restore(self) -> None:
         """Restore the state before the window's first micro-batch, after a skip or an error."""
         self._bindings.restore()
         # Places first: contents belong into the memory that the window began with.
-        put_back_places((copied.tensor, copied.alias) for copied in self._copied)
-        put_back_places(self._places)
+        restore_tensor_memory((copied.tensor, copied.alias) for copied in self._copied)
+        restore_tensor_memory(self._places)
         self._unseen.restore()
         self._copies.write_back()
         self._outside.write_back()
         for held, before in self._sparse:
-            if not same_sparse(held.tensor, before):
+            if not have_same_sparse_values(held.tensor, before):
                 held.holder[held.key] = before.clone()
         for thing, state in zip(self.with_state, self._states, strict=True):
             # A copy, because an object may keep the state that it is given, and this one may be needed again.
             thing.load_state_dict(copy.deepcopy(state))
         if self._first:
-            self._emit([_first_write(self._first, restored=False)])
+            self._emit([_build_first_write_finding(self._first, restored=False)])
         self._end()
         self._first = []
 
@@ -490,11 +490,11 @@ class Rollback:
             self.follow()
         self._unseen.release()
         if self._places or self._outside.rows:
-            self._outside, self._places = Copies(), []
+            self._outside, self._places = MemoryCopies(), []
         self._batch = {}
 
 
-def has_state(thing: Any) -> bool:
+def has_state_dict(thing: Any) -> bool:
     """Return whether an object can be saved and restored by `state_dict` and `load_state_dict`."""
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -503,11 +503,11 @@ _JUDGED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """Formats that torch can judge: it has no isfinite() for fp8."""
 
 
-def _is_large(held: _Held) -> bool:
+def _is_large(held: _HeldTensor) -> bool:
     return held.tensor.numel() > SMALL and not held.is_parameter
 
 
-def _first_write(names: Sequence[str], *, restored: bool) -> Finding:
+def _build_first_write_finding(names: Sequence[str], *, restored: bool) -> Finding:
     some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     end = "" if restored else "; the step was not applied, and this write could not be restored"
     return Finding(

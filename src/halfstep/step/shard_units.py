@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.errors import WrongUse
 from halfstep.formats import BF16, FP32
-from halfstep.precision.island import islands
+from halfstep.precision.island import find_islands
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,7 +67,7 @@ class ShardUnit:
         )
 
 
-def shard_units(model: nn.Module, narrow: torch.dtype | None) -> list[ShardUnit]:
+def list_shard_units(model: nn.Module, narrow: torch.dtype | None) -> list[ShardUnit]:
     """Return the units of a model in the order in which to shard them: inner ones first, the model itself last.
 
     Units are the repeated blocks of ModuleLists and Sequentials that are large enough and, where weights are gathered
@@ -76,9 +76,9 @@ def shard_units(model: nn.Module, narrow: torch.dtype | None) -> list[ShardUnit]
     sharded by this plan. Raises `WrongUse` for a parameter without a dimension, which FSDP2 cannot divide.
     """
     _refuse_scalars(model)
-    special = {} if narrow is None else _special(model)
+    special = {} if narrow is None else _find_fp32_modules(model)
     whole = sum(parameter.numel() for parameter in model.parameters())
-    wanted = {**dict.fromkeys(_blocks("", model, special, whole * _LARGE), BLOCK), **special}
+    wanted = {**dict.fromkeys(_iterate_blocks("", model, special, whole * _LARGE), BLOCK), **special}
     wanted.pop("", None)
     units = [*_select_units(model, wanted, min(whole * _ENOUGH, _MANY)), ShardUnit("", (model,), ROOT, wide=False)]
     if "" in special:
@@ -100,7 +100,7 @@ def apply_fully_shard(
         fully_shard(list(unit.modules), mesh=mesh, mp_policy=unit.policy(narrow, reduce))
 
 
-def shard_mesh(device: torch.device, ranks: int, shard_size: int) -> DeviceMesh:
+def create_shard_mesh(device: torch.device, ranks: int, shard_size: int) -> DeviceMesh:
     """Return the mesh for shards over groups of `shard_size` ranks: of one dimension if there is one group."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -119,16 +119,16 @@ def _refuse_scalars(model: nn.Module) -> None:
         )
 
 
-def _special(model: nn.Module) -> dict[str, str]:
+def _find_fp32_modules(model: nn.Module) -> dict[str, str]:
     """Return the kinds of the modules that stay in fp32, by path: islands, and normalization outside of them."""
-    found = dict.fromkeys(islands(model), ISLAND)
+    found = dict.fromkeys(find_islands(model), ISLAND)
     for name, module in model.named_modules():
         if isinstance(module, NORM_LAYERS) and not any(_is_inside(name, island) for island in found):
             found.setdefault(name, NORMS)
     return {name: kind for name, kind in found.items() if any(True for _ in model.get_submodule(name).parameters())}
 
 
-def _blocks(name: str, module: nn.Module, special: Mapping[str, str], large: float) -> Iterator[str]:
+def _iterate_blocks(name: str, module: nn.Module, special: Mapping[str, str], large: float) -> Iterator[str]:
     """Yield the paths of repeated blocks below a module, stages before the blocks in them."""
     kinds = Counter(type(child) for child in module.children())
     for key, child in module.named_children():
@@ -138,26 +138,26 @@ def _blocks(name: str, module: nn.Module, special: Mapping[str, str], large: flo
         repeated = isinstance(module, _CHAINS) and kinds[type(child)] > 1
         # A ModuleList has no forward, before which its parameters could be gathered.
         if not repeated or isinstance(child, nn.ModuleList):
-            yield from _blocks(path, child, special, large)
+            yield from _iterate_blocks(path, child, special, large)
             continue
         yield path
         if sum(parameter.numel() for parameter in child.parameters()) > large:
-            yield from _blocks_of_stage(path, child, special, large)
+            yield from _iterate_stage_blocks(path, child, special, large)
 
 
-def _blocks_of_stage(name: str, stage: nn.Module, special: Mapping[str, str], large: float) -> Iterator[str]:
+def _iterate_stage_blocks(name: str, stage: nn.Module, special: Mapping[str, str], large: float) -> Iterator[str]:
     """Yield the blocks in the stage's own lists; deeper lists may be of experts, which not every rank runs."""
     if isinstance(stage, _CHAINS):
-        yield from _blocks(name, stage, special, large)
+        yield from _iterate_blocks(name, stage, special, large)
         return
     for key, child in stage.named_children():
         if isinstance(child, _CHAINS):
-            yield from _blocks(f"{name}.{key}", child, special, large)
+            yield from _iterate_blocks(f"{name}.{key}", child, special, large)
 
 
 def _select_units(model: nn.Module, wanted: Mapping[str, str], enough: float) -> list[ShardUnit]:
     """Return those that can be units, inner ones first: with enough parameters of their own, none of them tied."""
-    places = _places(model)
+    places = _count_parameter_uses(model)
     held: set[int] = set()
     units = []
     for name, module in reversed(list(model.named_modules())):
@@ -166,7 +166,7 @@ def _select_units(model: nn.Module, wanted: Mapping[str, str], enough: float) ->
         if kind is None or not own:
             continue
         # A parameter belongs to one unit: one that is tied to a parameter outside belongs to a unit around both.
-        here = _places(module)
+        here = _count_parameter_uses(module)
         if any(here[key] < places[key] for key in own) or (kind == BLOCK and sum(own.values()) < enough):
             continue
         held |= own.keys()
@@ -174,7 +174,7 @@ def _select_units(model: nn.Module, wanted: Mapping[str, str], enough: float) ->
     return units
 
 
-def _places(module: nn.Module) -> Counter[int]:
+def _count_parameter_uses(module: nn.Module) -> Counter[int]:
     """Return the number of modules that have each parameter, by its id."""
     return Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
 

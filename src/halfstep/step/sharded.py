@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.errors import WrongUse, in_one_line
+from halfstep.errors import WrongUse, format_error_line
 from halfstep.finding import Finding
-from halfstep.precision.converted import converted_layers
-from halfstep.precision.island import islands
+from halfstep.precision.converted import find_converted_layers
+from halfstep.precision.island import find_islands
 from halfstep.precision.names import FP8
 from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
@@ -31,7 +31,7 @@ PATIENCE = 4.0
 GATHER, REDUCE = "gather", "reduce"
 
 
-class Traffic:
+class CollectiveTracker:
     """The FSDP2 collectives of the current micro-batch, and what happens to them on this rank."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -64,7 +64,7 @@ class Traffic:
 class _CountedComm:
     """A collective of FSDP2, or the user's replacement for it, counted."""
 
-    def __init__(self, inner: Any, traffic: Traffic) -> None:
+    def __init__(self, inner: Any, traffic: CollectiveTracker) -> None:
         self.inner, self._traffic = inner, traffic
 
     def allocate(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class _CountedComm:
         return None
 
 
-class _Gather(_CountedComm):
+class _CountedGather(_CountedComm):
     """FSDP2's all-gather."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
@@ -89,7 +89,7 @@ class _Gather(_CountedComm):
         return self._run(output_tensor, input_tensor, group, async_op=async_op)
 
 
-class _Reduce(_CountedComm):
+class _CountedReduceScatter(_CountedComm):
     """FSDP2's reduce-scatter."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
@@ -101,7 +101,7 @@ class _Reduce(_CountedComm):
         return self._run(output_tensor, input_tensor, group, op, async_op=async_op)
 
 
-class Sharded(Synchronizer):
+class ShardedSynchronizer(Synchronizer):
     """A model under FSDP2's fully_shard."""
 
     model: Any
@@ -109,7 +109,7 @@ class Sharded(Synchronizer):
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         super().__init__(model)
-        self._ranks, self._traffic = ranks, Traffic(ranks)
+        self._ranks, self._traffic = ranks, CollectiveTracker(ranks)
         self._good: tuple[LossFunction, Any] | None = None
         """The last successful loss function and micro-batch, for a rank that fails or has none."""
         self._expected: dict[bool, list[tuple[str, int]]] = {}
@@ -133,40 +133,42 @@ class Sharded(Synchronizer):
         return self
 
     def _look(self) -> None:
-        outside = [n for n, p in self.model.named_parameters() if p.requires_grad and not distributed.is_shard(p)]
+        outside = [
+            n for n, p in self.model.named_parameters() if p.requires_grad and not distributed.is_dtensor_shard(p)
+        ]
         if outside:
             raise WrongUse(
                 f"trainable parameters that FSDP2 does not hold: {', '.join(outside[:5])}",
                 allowed="every trainable parameter in fully_shard, which synchronizes its parameters",
                 do="fully_shard(model) without ignored_params, or freeze them",
             )
-        self._groups = list(_groups(self.model))
+        self._groups = list(_iterate_param_groups(self.model))
         _keep_islands_wide(self.model)
         for group in self._groups:
-            group._all_gather_comm = _Gather(_inner(group._all_gather_comm), self._traffic)
-            group._reduce_scatter_comm = _Reduce(_inner(group._reduce_scatter_comm), self._traffic)
-        shards = [p for p in self.model.parameters() if distributed.is_shard(p)]
+            group._all_gather_comm = _CountedGather(_unwrap_comm(group._all_gather_comm), self._traffic)
+            group._reduce_scatter_comm = _CountedReduceScatter(_unwrap_comm(group._reduce_scatter_comm), self._traffic)
+        shards = [p for p in self.model.parameters() if distributed.is_dtensor_shard(p)]
         meshes = {group.mesh_info.mesh.ndim for group in self._groups}
         self._only_ours = max(meshes) == 1 and all(p.device_mesh.ndim == 1 for p in shards)
-        """Whether all collectives of a window go through `_Gather` and `_Reduce`: one mesh dimension only."""
+        """Whether the counted gather and reduce-scatter see all collectives of a window: one mesh dimension only."""
         fp8 = sys.modules.get("torchao.float8.fsdp_utils")
         gathers_fp8 = fp8 and any(isinstance(p.to_local(), fp8.WeightWithDynamicFloat8CastTensor) for p in shards)
         self._scale_weights = fp8.precompute_float8_dynamic_scale_for_fsdp if fp8 and gathers_fp8 else None
         """Computes the scales of weights that are gathered in fp8, with one collective instead of one in each gather.
         """
-        if FP8 in converted_layers(self.model).values():
+        if FP8 in find_converted_layers(self.model).values():
             self._gather_in_fp8()
 
     def _gather_in_fp8(self) -> None:
         try:
-            from halfstep.step.float8_gather import compute_scales, gather_in_fp8
+            from halfstep.step.float8_gather import compute_float8_scales, gather_in_fp8
 
             weights = gather_in_fp8(self._groups, self._ranks.largest)
         except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:
             # Private classes of torch and torchao. In bf16 the products have the same bits.
-            self.findings = (_bf16_gather_finding(error),)
+            self.findings = (_build_bf16_gather_finding(error),)
             return
-        self._scale_weights = lambda _: compute_scales(weights, self._ranks.largest)
+        self._scale_weights = lambda _: compute_float8_scales(weights, self._ranks.largest)
 
     # -- a window -----------------------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class Sharded(Synchronizer):
             if place == 0:  # the others have started the window too, since they sent their parameters
                 length = max(1, *map(int, self._ranks.published_texts("micro-batches")))
             self.model.set_requires_gradient_sync(place == length - 1)
-            _backward_from(losses)
+            _run_backward(losses)
             place += 1
         self._traffic.start()
 
@@ -260,7 +262,7 @@ class Sharded(Synchronizer):
                 self.model.set_requires_gradient_sync(place == self._window - 1)
                 with autocast:
                     losses = self._good[0](self.model, self._good[1])
-                _backward_from(losses)
+                _run_backward(losses)
                 # Only the interrupted micro-batch had started collectives.
                 done = []
         except Exception:
@@ -283,7 +285,7 @@ class Sharded(Synchronizer):
 
     def abandon(self) -> None:
         """Reshard the parameters, and drop all gradients that FSDP2 holds."""
-        _reset(self.model)
+        _reset_fsdp_state(self.model)
         for group in self._groups:
             # FSDP2 keeps gradients in three places, and each would be added to the next window.
             for parameter in group.fsdp_params:
@@ -299,47 +301,47 @@ class Sharded(Synchronizer):
             self.abandon()
 
 
-def _bf16_gather_finding(error: Exception) -> Finding:
+def _build_bf16_gather_finding(error: Exception) -> Finding:
     return Finding(
         "fp8.gather",
         "note",
         f"weights of fp8 layers are gathered in bf16, in twice the bytes: FSDP2 of torch {torch.__version__} cannot "
-        f"send them in fp8 ({in_one_line(error)})",
+        f"send them in fp8 ({format_error_line(error)})",
         "nothing, the results are the same; torch 2.11 to 2.15 with torchao 0.18 can",
     )
 
 
-def _backward_from(output: Any) -> None:
+def _run_backward(output: Any) -> None:
     """Run backward from anything a loss function returned: only the collectives matter, not the gradients."""
-    total = [leaf.sum() for leaf in _leaves(output) if leaf.requires_grad]
+    total = [leaf.sum() for leaf in _list_output_leaves(output) if leaf.requires_grad]
     if total:
         sum(total[1:], total[0]).backward()  # type: ignore[no-untyped-call]
 
 
-def _leaves(output: Any) -> list[Tensor]:
+def _list_output_leaves(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
     if is_dataclass(output) and not isinstance(output, type):
         output = [getattr(output, field.name) for field in fields(output)]
     if isinstance(output, dict):
         output = list(output.values())
-    return [leaf for item in output for leaf in _leaves(item)] if isinstance(output, (list, tuple)) else []
+    return [leaf for item in output for leaf in _list_output_leaves(item)] if isinstance(output, (list, tuple)) else []
 
 
-def reshard(model: nn.Module) -> None:
+def reshard_gathered_parameters(model: nn.Module) -> None:
     """Reshard parameters that a forward pass outside of a step left gathered."""
     module = sys.modules.get("torch.distributed.fsdp")
     under_fsdp2 = module is not None and isinstance(model, module.FSDPModule)
-    if under_fsdp2 and not all(group.is_sharded for group in _groups(model)):
-        _reset(model)
+    if under_fsdp2 and not all(group.is_sharded for group in _iterate_param_groups(model)):
+        _reset_fsdp_state(model)
 
 
-def _groups(model: Any) -> Iterator[Any]:
-    for state in _states(model):
-        yield from _groups_of(state)
+def _iterate_param_groups(model: Any) -> Iterator[Any]:
+    for state in _list_fsdp_states(model):
+        yield from _list_state_groups(state)
 
 
-def _states(model: Any) -> list[Any]:
+def _list_fsdp_states(model: Any) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule  # slow to load, and loaded already where it is needed
 
     sharded: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -347,7 +349,7 @@ def _states(model: Any) -> list[Any]:
     return list({id(state): state for state in states}.values())
 
 
-def _groups_of(state: Any) -> list[Any]:
+def _list_state_groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
@@ -356,11 +358,11 @@ def _groups_of(state: Any) -> list[Any]:
 
 def _keep_islands_wide(model: Any) -> None:
     """Make FSDP2 gather the weights of islands as they are stored, not in its 16-bit `param_dtype`."""
-    for path, module in islands(model).items():
+    for path, module in find_islands(model).items():
         inside = set(module.modules())
-        for state in _states(model):
-            for group in _groups_of(state):
-                if _narrows(group, module):
+        for state in _list_fsdp_states(model):
+            for group in _list_state_groups(state):
+                if _narrows_island(group, module):
                     # FSDP2 fixes the policy in its first forward, and a group has one policy for all of its modules.
                     if state._is_root is not None or not inside.issuperset(group.modules):
                         raise WrongUse(
@@ -371,18 +373,18 @@ def _keep_islands_wide(model: Any) -> None:
                     group.mp_policy = state._mp_policy = replace(group.mp_policy, param_dtype=None)
 
 
-def _narrows(group: Any, island: nn.Module) -> bool:
+def _narrows_island(group: Any, island: nn.Module) -> bool:
     """Return whether this group holds weights of an island and gathers them in fewer bits than they are stored in."""
     narrow = group.mp_policy.param_dtype
     held = {id(p.sharded_param) for p in group.fsdp_params}
     return any(id(p) in held and narrow not in (None, p.dtype) for p in island.parameters())
 
 
-def _inner(comm: Any) -> Any:
+def _unwrap_comm(comm: Any) -> Any:
     return comm.inner if isinstance(comm, _CountedComm) else comm
 
 
-def _reset(model: Any) -> None:
+def _reset_fsdp_state(model: Any) -> None:
     """Reshard the parameters and reset FSDP2 to the state between two forward passes, wherever an error left it."""
     state = model._get_fsdp_state()
     if state._is_root is None:

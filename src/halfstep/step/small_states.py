@@ -32,7 +32,7 @@ _PARTS = {
 }
 
 
-def kind_of(value: object) -> str | None:
+def find_small_state_kind(value: object) -> str | None:
     """Return the kind of a small state, sharded or not; None for anything else."""
     if not isinstance(value, Tensor):
         return None
@@ -41,16 +41,23 @@ def kind_of(value: object) -> str | None:
     return name if _MODULES.get(name) == type(own).__module__ else None
 
 
-def with_plain_states(state: Mapping[str, Any]) -> dict[str, Any]:
+def convert_to_plain_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict in which each small state is a dict of plain tensors."""
-    return {**state, "state": _map_states(state["state"], lambda value: to_parts(value) if kind_of(value) else value)}
-
-
-def with_small_states(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict that `with_plain_states` was given."""
     return {
         **state,
-        "state": _map_states(state["state"], lambda value: from_parts(value) if is_saved(value) else value),
+        "state": _map_states(
+            state["state"], lambda value: split_small_state(value) if find_small_state_kind(value) else value
+        ),
+    }
+
+
+def convert_to_small_states(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict that `convert_to_plain_states` was given."""
+    return {
+        **state,
+        "state": _map_states(
+            state["state"], lambda value: build_small_state(value) if is_saved_small_state(value) else value
+        ),
     }
 
 
@@ -61,31 +68,31 @@ def _map_states(states: Mapping[Any, Any], change: Any) -> dict[Any, Any]:
     }
 
 
-def is_saved(value: object) -> bool:
-    """Return whether a value is a small state as `to_parts` returns it."""
+def is_saved_small_state(value: object) -> bool:
+    """Return whether a value is a small state as `split_small_state` returns it."""
     return isinstance(value, Mapping) and KIND in value
 
 
-def to_parts(value: Any) -> dict[str, Any]:
+def split_small_state(value: Any) -> dict[str, Any]:
     """Return the parts of a small state, which share its memory; of a sharded one, DTensors."""
-    kind, own = kind_of(value), getattr(value, "_local_tensor", value)
+    kind, own = find_small_state_kind(value), getattr(value, "_local_tensor", value)
     assert kind is not None
     parts = {name: getattr(own, name) for name in _PARTS[kind]}
     if own is not value:
-        parts[CODES] = sharded_as(value, parts[CODES], tuple(value.shape))
+        parts[CODES] = build_dtensor_like(value, parts[CODES], tuple(value.shape))
         blocks = value.numel() // own.block_size
-        parts[SCALE] = sharded_as(value, parts[SCALE], (blocks,))
+        parts[SCALE] = build_dtensor_like(value, parts[SCALE], (blocks,))
     facts = {name: getattr(own, name) for name in _FACTS[kind]}
     return {KIND: kind, **parts, **{name: list(f) if isinstance(f, tuple) else f for name, f in facts.items()}}
 
 
-def from_parts(saved: Mapping[str, Any]) -> Tensor:
+def build_small_state(saved: Mapping[str, Any]) -> Tensor:
     """Return the small state with these parts; raise BadData for parts that do not fit together."""
     kind = saved[KIND]
     try:
         made = getattr(import_module(_MODULES[kind]), kind)
         codes, facts = saved[CODES], [saved[name] for name in _FACTS[kind]]
-        locals_ = [distributed.local(saved[name]) for name in _PARTS[kind]]
+        locals_ = [distributed.unwrap_local_tensor(saved[name]) for name in _PARTS[kind]]
         elements = locals_[0].numel() * (2 if kind == "OptimState4bit" else 1)
         if elements % max(1, locals_[1].numel()):
             raise ValueError(f"{locals_[1].numel()} scales for {elements} elements")
@@ -96,20 +103,20 @@ def from_parts(saved: Mapping[str, Any]) -> Tensor:
             allowed="what halfstep wrote",
             do="use another checkpoint",
         ) from error
-    return sharded_as(codes, own, tuple(codes.shape)) if distributed.is_shard(codes) else own
+    return build_dtensor_like(codes, own, tuple(codes.shape)) if distributed.is_dtensor_shard(codes) else own
 
 
-def share_tables(states: Iterable[Any]) -> None:
+def share_quantization_tables(states: Iterable[Any]) -> None:
     """Give loaded states of one kind one table again: for the smallest, it is a fifth of their bytes."""
     tables: dict[tuple[str, torch.device, bool], Tensor] = {}
     for value in (value for kept in states if isinstance(kept, Mapping) for value in kept.values()):
-        kind, own = kind_of(value), getattr(value, "_local_tensor", value)
+        kind, own = find_small_state_kind(value), getattr(value, "_local_tensor", value)
         if kind is not None and "qmap" in _PARTS[kind]:
             table = tables.setdefault((kind, own.device, own.signed), own.qmap)
             own.qmap = table if torch.equal(table, own.qmap) else own.qmap
 
 
-def sharded_as(other: Any, own: Tensor, shape: tuple[int, ...]) -> Tensor:
+def build_dtensor_like(other: Any, own: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a local tensor as the shard of a tensor of this shape that is cut as `other` is."""
     from torch.distributed.tensor import DTensor
 
@@ -119,22 +126,22 @@ def sharded_as(other: Any, own: Tensor, shape: tuple[int, ...]) -> Tensor:
     return made
 
 
-def cut_evenly(parameter: Tensor, block_size: int) -> bool:
+def has_even_shards(parameter: Tensor, block_size: int) -> bool:
     """Return whether the shards of a parameter are of one size and end where blocks end; True for a whole one."""
     parts = 1
-    for pieces in distributed.pieces(parameter):
+    for pieces in distributed.list_shard_counts(parameter):
         parts *= pieces
     if parameter.numel() % (parts * block_size):
         return False
     return parts == 1 or parameter.shape[0] % parts == 0
 
 
-def empty_scale(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def create_scale_tensor(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor to read the scales of a sharded parameter into; raise WrongUse where shards cut a block."""
     import torch.distributed.tensor as sharded
 
-    if not cut_evenly(parameter, parameter.numel() // shape[0]):
-        parts = distributed.pieces(parameter)
+    if not has_even_shards(parameter, parameter.numel() // shape[0]):
+        parts = distributed.list_shard_counts(parameter)
         raise WrongUse(
             f"optimizer state in blocks of {parameter.numel() // shape[0]} elements, of a parameter of shape "
             f"{tuple(parameter.shape)} in {parts} shards",

@@ -24,29 +24,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from halfstep import distributed
-from halfstep.errors import StartCheckFailed, in_one_line
+from halfstep.errors import StartCheckFailed, format_error_line
 from halfstep.finding import Finding, Severity
 from halfstep.formats import FP32
 from halfstep.json_data import JsonResult
-from halfstep.numbers import number, share
-from halfstep.observe.layer_sums import INPUT, PARAMETER, RESULT, ComparedPart, Sums
+from halfstep.numbers import format_number, format_percent
+from halfstep.observe.layer_sums import INPUT, PARAMETER, RESULT, ComparedPart, SumErrors
 from halfstep.observe.module_values import ModuleValues
-from halfstep.observe.reachable import leaves
-from halfstep.observe.recorder import as_written, compiled_modules, eagerly, uses_compiled
-from halfstep.out_of_memory import is_too_large
-from halfstep.precision.converted import as_plain, format_in, has_converted, is_converted
-from halfstep.precision.precision import Precision, precision_named
+from halfstep.observe.reachable import iterate_tensor_leaves
+from halfstep.observe.recorder import has_compiled_code, list_compiled_modules, run_eagerly, strip_compile_wrappers
+from halfstep.out_of_memory import is_step_too_large
+from halfstep.precision.converted import compute_as_plain_linear, find_layer_format, has_converted_layer, is_converted
+from halfstep.precision.precision import Precision, resolve_precision_name
 from halfstep.step.objective import Objective
 from halfstep.step.rerun import (
     ATTRIBUTE,
     HELD,
     MOST_COPIED,
     ReplayConfig,
-    batch_kept,
-    holdings,
+    collect_held_tensors,
+    preserve_batch,
+    preserve_training_state,
     run_microbatches,
-    undisturbed,
-    wide_weights,
+    widen_trained_weights,
 )
 from halfstep.step.step_inputs import StepInputs, set_generator_states
 
@@ -135,24 +135,24 @@ def check_start(
     `pair` matches losses with optimizers; `include` are objects next to the model that are restored too. An error in a
     run is no result: if it is the step's own, the step will raise it again.
     """
-    if precision.computes.epsilon <= FP32.epsilon and not has_converted(model):
+    if precision.computes.epsilon <= FP32.epsilon and not has_converted_layer(model):
         return None
     begun, samples = time.perf_counter(), None
     try:
-        _check_possible(model, attempt, ranks)
+        _check_comparable(model, attempt, ranks)
         attempt = attempt._replace(microbatches=attempt.microbatches[:1])
         try:
-            deviations, factor = _Runs(model, attempt, precision, pair, include).compare()
+            deviations, factor = _ComparisonRuns(model, attempt, precision, pair, include).compare()
         except Exception as error:
-            if not is_too_large(error):
+            if not is_step_too_large(error):
                 raise
             traceback.clear_frames(error.__traceback__)
             attempt, samples = _cut_batch(attempt)
-            deviations, factor = _Runs(model, attempt, precision, pair, include).compare()
+            deviations, factor = _ComparisonRuns(model, attempt, precision, pair, include).compare()
     except Exception as error:
         # The frames of the failed run hold its tensors, and the step needs the room.
         traceback.clear_frames(error.__traceback__)
-        reason = str(error) if isinstance(error, _NotComparable) else in_one_line(error)
+        reason = str(error) if isinstance(error, _NotComparable) else format_error_line(error)
         return StartCheck(precision.name, reason, seconds=time.perf_counter() - begun)
     return StartCheck(precision.name, "", tuple(deviations), samples, factor, time.perf_counter() - begun)
 
@@ -161,7 +161,7 @@ class _NotComparable(Exception):
     """A reason why there is no result."""
 
 
-def _check_possible(model: nn.Module, attempt: StepInputs, ranks: int) -> None:
+def _check_comparable(model: nn.Module, attempt: StepInputs, ranks: int) -> None:
     if attempt.loss_fn is None or not attempt.microbatches:
         raise _NotComparable("there is no loss function and batch to run again; step(loss_fn, batch) has them")
     if distributed.is_sharded(model.parameters()):
@@ -175,11 +175,15 @@ def _check_possible(model: nn.Module, attempt: StepInputs, ranks: int) -> None:
 def _cut_batch(attempt: StepInputs) -> tuple[StepInputs, int]:
     """Return the same step with the first samples of its batch."""
     batch = attempt.microbatches[0]
-    sizes = {leaf.shape[0] for _, leaf in leaves(batch) if leaf.ndim}
+    sizes = {leaf.shape[0] for _, leaf in iterate_tensor_leaves(batch) if leaf.ndim}
     kept = max(1, min(sizes, default=0) // _CUT)
     small = pytree.tree_map_only(Tensor, lambda leaf: leaf[:kept] if leaf.ndim else leaf, batch)
     # A batch of a class that torch does not know stays unchanged.
-    if len(sizes) != 1 or sizes == {kept} or {leaf.shape[0] for _, leaf in leaves(small) if leaf.ndim} != {kept}:
+    if (
+        len(sizes) != 1
+        or sizes == {kept}
+        or {leaf.shape[0] for _, leaf in iterate_tensor_leaves(small) if leaf.ndim} != {kept}
+    ):
         raise _NotComparable("it does not fit into memory in fp32, and the batch cannot be cut into samples")
     return attempt._replace(microbatches=[small]), kept
 
@@ -187,7 +191,7 @@ def _cut_batch(attempt: StepInputs) -> tuple[StepInputs, int]:
 # -- the runs ---------------------------------------------------------------------------------------------------------
 
 
-class _Ran(NamedTuple):
+class _RunValues(NamedTuple):
     """What one run computed."""
 
     values: ModuleValues
@@ -200,7 +204,7 @@ class _Ran(NamedTuple):
         return gradient is not None and gradient.ndim > 1
 
 
-class _Runs:
+class _ComparisonRuns:
     """The runs of one check; everything that they write is restored."""
 
     def __init__(
@@ -208,12 +212,12 @@ class _Runs:
     ) -> None:
         self._model, self._attempt, self._precision, self._pair = model, attempt, precision, pair
         self._device = next(model.parameters()).device
-        self._held = holdings(model, attempt.loss_fn, attempt.microbatches)
+        self._held = collect_held_tensors(model, attempt.loss_fn, attempt.microbatches)
         self._include = [model, *(module for _, module in self._held.modules), *include]
 
     def compare(self) -> tuple[list[Deviation], float]:
         """Return the deviations, and the loss scale at which gradients were finite."""
-        wide = self._run(precision_named("fp32"), 1.0, reference=True)
+        wide = self._run(resolve_precision_name("fp32"), 1.0, reference=True)
         if not math.isfinite(wide.loss):
             raise _NotComparable(f"the loss is {wide.loss} in fp32, too")
         # Halved until what fp32 has seen would fit, so that the first run is finite in nearly all cases.
@@ -225,28 +229,32 @@ class _Runs:
         while factor > 1.0 and math.isfinite(narrow.loss) and not _are_all_finite(narrow.gradients):
             factor /= 2.0
             narrow = self._run(self._precision, factor)
-        judge = _Judge(self._model, self._precision, wide, narrow, factor)
+        judge = _RunComparison(self._model, self._precision, wide, narrow, factor)
         found = judge.deviations()
-        if uses_compiled(self._model, self._attempt.loss_fn):
+        if has_compiled_code(self._model, self._attempt.loss_fn):
             left_out = narrow.values.left_out
             found += judge.compare_compiled(None if left_out else self._run(self._precision, factor, compiled=True))
         return found, factor
 
-    def _run(self, precision: Precision, factor: float, *, reference: bool = False, compiled: bool = False) -> _Ran:
+    def _run(
+        self, precision: Precision, factor: float, *, reference: bool = False, compiled: bool = False
+    ) -> _RunValues:
         model, attempt = self._model, self._attempt
-        names = {id(parameter): as_written(name) for name, parameter in model.named_parameters()}
+        names = {id(parameter): strip_compile_wrappers(name) for name, parameter in model.named_parameters()}
         fits = sum(parameter.numel() for parameter in model.parameters()) <= MOST_COPIED
-        kept = undisturbed(model, attempt, self._held, self._device, compiled=fits, include=self._include)
+        kept = preserve_training_state(model, attempt, self._held, self._device, compiled=fits, include=self._include)
         own = {name: tensor for name, tensor in self._held.tensors.items() if name.startswith((HELD, ATTRIBUTE))}
         batch = [*attempt.microbatches, *(tensor for tensor in own.values() if tensor.numel() <= _LARGE)]
         values = ModuleValues(model, precision.computes, gradients=reference and self._precision.scaled)
-        with batch_kept(batch), kept, _host_random_kept(), ExitStack() as active:
-            active.enter_context(wide_weights(model, precision))
+        with preserve_batch(batch), kept, _preserve_host_random(), ExitStack() as active:
+            active.enter_context(widen_trained_weights(model, precision))
             if reference:
-                active.enter_context(as_plain(module for module in model.modules() if is_converted(module)))
+                active.enter_context(
+                    compute_as_plain_linear(module for module in model.modules() if is_converted(module))
+                )
             active.enter_context(precision.scope(self._device))
             if not compiled:
-                active.enter_context(eagerly())
+                active.enter_context(run_eagerly())
                 active.enter_context(values)
             # Last before the run, so that nothing else draws from them in between.
             set_generator_states(attempt.generators, self._device)
@@ -254,13 +262,13 @@ class _Runs:
                 generator.set_state(state)
             config = ReplayConfig(precision, scale=factor, compiled=compiled)
             losses = run_microbatches(model, attempt, config, self._device, self._pair)
-            named = [(as_written(name), parameter) for name, parameter in model.named_parameters()]
+            named = [(strip_compile_wrappers(name), parameter) for name, parameter in model.named_parameters()]
             gradients = {name: parameter.grad for name, parameter in named}
             values.sums.compare_gradients(named)
         reached = [id(p) for reach in (attempt.reaches or {}).values() for p in reach.parameters]
         trained = {names[key]: gradients[names[key]] for key in reached if key in names}
         found = {name: None if g is None else g.to_dense() / factor for name, g in trained.items()}
-        return _Ran(values, found, sum(each.mean for each in losses.values()))
+        return _RunValues(values, found, sum(each.mean for each in losses.values()))
 
 
 def _are_all_finite(gradients: Mapping[str, Tensor | None]) -> bool:
@@ -269,7 +277,7 @@ def _are_all_finite(gradients: Mapping[str, Tensor | None]) -> bool:
 
 
 @contextmanager
-def _host_random_kept() -> Iterator[None]:
+def _preserve_host_random() -> Iterator[None]:
     """Restore Python's and NumPy's generators, so that each run starts with the same states."""
     numpy, state = sys.modules.get("numpy"), random.getstate()
     its = None if numpy is None else numpy.random.get_state()
@@ -284,7 +292,7 @@ def _host_random_kept() -> Iterator[None]:
 # -- the judgment ----------------------------------------------------------------------------------------------------
 
 
-class _Distance(NamedTuple):
+class _GradientDistance(NamedTuple):
     """How two gradients of one parameter differ."""
 
     reference: float
@@ -297,19 +305,23 @@ class _Distance(NamedTuple):
     """The norm of the difference, as a share of the first one's norm."""
 
 
-class _Judge:
+class _RunComparison:
     """The comparison of two runs."""
 
-    def __init__(self, model: nn.Module, precision: Precision, wide: _Ran, narrow: _Ran, factor: float) -> None:
-        self._formats = {as_written(path): format_in(m, precision.computes) for path, m in model.named_modules()}
+    def __init__(
+        self, model: nn.Module, precision: Precision, wide: _RunValues, narrow: _RunValues, factor: float
+    ) -> None:
+        self._formats = {
+            strip_compile_wrappers(path): find_layer_format(m, precision.computes) for path, m in model.named_modules()
+        }
         self._wide, self._narrow = wide, narrow
-        converted = has_converted(model)
+        converted = has_converted_layer(model)
         theirs = converted and not precision.changes_model
         self._name = f"{precision.name} with fp8 layers" if theirs else precision.name
         self._epsilon = max(format.epsilon for format in self._formats.values())
-        self._compiled = compiled_modules(model)
+        self._compiled = list_compiled_modules(model)
         self._smallest = _UNDERFLOWS / factor if precision.scaled else 0.0
-        self._distances = _distances(wide.gradients, narrow.gradients)
+        self._distances = _measure_gradient_distances(wide.gradients, narrow.gradients)
         self._top = max((each.norm for each in self._distances.values()), default=0.0)
         self._choices = _find_other_choices(wide.values, narrow.values)
         # A subclass may compute something else, such as a masked product; in fp32 it does so, too.
@@ -332,18 +344,18 @@ class _Judge:
         lost = [n for n, d in self._distances.items() if not math.isfinite(d.largest) and math.isfinite(d.reference)]
         if bad:
             module, what = bad[0], f"the output of {_format_path(bad[0])}"
-            figure, reference = narrow[module], f"up to {number(wide.get(module, math.nan))}"
+            figure, reference = narrow[module], f"up to {format_number(wide.get(module, math.nan))}"
         elif lost or not math.isfinite(self._narrow.loss):
-            module, what = (_module_of(lost[-1]), f"the gradient of {lost[-1]}") if lost else ("", "the loss")
+            module, what = (_parse_module_path(lost[-1]), f"the gradient of {lost[-1]}") if lost else ("", "the loss")
             figure, reference = math.nan, "finite"
         else:
             return []
         text = f"{what} is not finite in {self._name}, and {reference} in fp32"
-        return [Deviation(NOT_FINITE, "error", module, figure, text, _keep_wide(module))]
+        return [Deviation(NOT_FINITE, "error", module, figure, text, _advise_fp32(module))]
 
-    def _judge_sums(self, part: ComparedPart, sums: Sums) -> Deviation | None:
+    def _judge_sums(self, part: ComparedPart, sums: SumErrors) -> Deviation | None:
         """Judge numbers of a layer by the roundings of its format; a gradient of zeros is judged by its parameter."""
-        path = _module_of(part.name) if part.kind == PARAMETER else part.name
+        path = _parse_module_path(part.name) if part.kind == PARAMETER else part.name
         format, id = self._formats[path], OUTPUT if part.kind == RESULT else GRADIENT
         severity: Severity = "warning"
         # Roundings add up like noise, until a sum is so long that it swallows its terms: then nothing bounds it.
@@ -351,19 +363,21 @@ class _Judge:
         # tf32 and fp8 round inside of the kernel: their roundings are part of the error, and may be truncations.
         units = format.epsilon * (1.0 if format.dtype is not None else 3.0) * many
         limit = _SLOPE * units + 3 * sums.doubt if format.dtype is not None else _AT_MOST / 2
-        fix = f"look for what computes it (a conversion, a hook, a stale copy, a kernel), or {_keep_wide(path)}"
+        fix = f"look for what computes it (a conversion, a hook, a stale copy, a kernel), or {_advise_fp32(path)}"
         if sums.zeros > _ZEROS:
             if part.kind == PARAMETER:
                 return None
             id, figure, severity = ZEROS if part.kind == RESULT else NO_GRADIENT, sums.zeros, "error"
-            text = f"{share(figure)} of its products are zero, and not small in fp32"
+            text = f"{format_percent(figure)} of its products are zero, and not small in fp32"
             if part.kind == RESULT:
                 fix = f"clip or scale its input: one outlier sets the scale of a whole tensor; {fix}"
         elif abs(sums.slope) > limit and sums.signal > 0.1:
             figure, text = sums.slope, f"its products are {1.0 + sums.slope:.4g} times those of fp32"
         elif sums.error > _ERROR * units:
             figure = sums.error
-            text = f"its results are {share(figure)} from fp32's, and rounding explains {share(units)}"
+            text = (
+                f"its results are {format_percent(figure)} from fp32's, and rounding explains {format_percent(units)}"
+            )
         else:
             return None
         shown = {RESULT: _format_path(path), INPUT: f"the gradient that {_format_path(path)} returns"}
@@ -402,16 +416,16 @@ class _Judge:
     def _lost(self, names: Sequence[str], severity: Severity, fix: str) -> Deviation:
         # Backward reaches the last one first: a gradient lost there is lost for those before it.
         name, more = names[-1], f" and {len(names) - 1} more" if len(names) > 1 else ""
-        figure, module = self._distances[name].reference, _module_of(name)
+        figure, module = self._distances[name].reference, _parse_module_path(name)
         kind = "no gradient" if self._narrow.gradients[name] is None else "a gradient of zeros only"
-        text = f"{name}{more} has {kind} in {self._name}, and one up to {number(figure)} in fp32"
+        text = f"{name}{more} has {kind} in {self._name}, and one up to {format_number(figure)} in fp32"
         text += f"; {self._choices[0]}" if self._choices else ""
-        return Deviation(NO_GRADIENT, severity, module, figure, text, fix.format(_keep_wide(module)))
+        return Deviation(NO_GRADIENT, severity, module, figure, text, fix.format(_advise_fp32(module)))
 
     def _find_far_output(self) -> list[Deviation]:
         """Find the first output that is further from fp32 than the roundings of a deep model explain."""
         wide, narrow = self._wide.values, self._narrow.values
-        same = [path for path in narrow.modules if path in wide.modules and _is_equal(wide, narrow, path)]
+        same = [path for path in narrow.modules if path in wide.modules and _have_equal_shape(wide, narrow, path)]
         pairs = [(wide.modules[path].sample, narrow.modules[path].sample) for path in same]
         read = torch.stack([torch.stack([(a - b).norm(), a.norm()]) for a, b in pairs]).tolist() if pairs else []
         outputs = {path: off / size for path, (off, size) in zip(same, read, strict=True) if size > 0.0}
@@ -420,37 +434,39 @@ class _Judge:
             return []
         what, off = f"the output of {_format_path(path)}", outputs[path]
         if self._choices:
-            text = f"{self._choices[0]} between {self._name} and fp32, and {what} differs by {share(off)}"
+            text = f"{self._choices[0]} between {self._name} and fp32, and {what} differs by {format_percent(off)}"
             fix = "nothing if these choices may differ; otherwise compute their inputs in fp32 with island()"
             return [Deviation(CHOICES, "warning", path, off, text, fix)]
-        text = f"{what} is {share(off)} from fp32's, more than roundings to {self._name} explain"
-        return [Deviation(OUTPUT, "warning", path, off, text, _keep_wide(path))]
+        text = f"{what} is {format_percent(off)} from fp32's, more than roundings to {self._name} explain"
+        return [Deviation(OUTPUT, "warning", path, off, text, _advise_fp32(path))]
 
     def _weights(self) -> list[str]:
         """Return the parameters whose gradients are compared: matrices; sums over all samples may cancel."""
         return [n for n, d in self._distances.items() if self._wide.is_matrix(n) and d.norm > _SMALL * self._top]
 
-    def compare_compiled(self, ran: _Ran | None) -> list[Deviation]:
+    def compare_compiled(self, ran: _RunValues | None) -> list[Deviation]:
         """Compare the compiled step with the eager one, in the same precision; None if it was not run."""
         if ran is None:
             text = "the compiled step was not compared with the eager one: their dropout masks differ"
             return [Deviation(NOT_CHECKED, "note", "", math.nan, text, "nothing")]
-        far, least = _distances(self._narrow.gradients, ran.gradients), _COMPILED * self._epsilon
+        far, least = _measure_gradient_distances(self._narrow.gradients, ran.gradients), _COMPILED * self._epsilon
         # Compiled code rounds at other places: as far from the eager code as that is from fp32, and not much further.
         off = [(far[n].relative / max(least, 4 * self._distances[n].relative), n) for n in self._weights() if n in far]
-        inside = [each for each in off if each[0] > 1.0 and _module_of(each[1]).startswith(tuple(self._compiled))]
+        inside = [
+            each for each in off if each[0] > 1.0 and _parse_module_path(each[1]).startswith(tuple(self._compiled))
+        ]
         excess, worst = max(inside or off, default=(0.0, ""))
         loss, size = abs(ran.loss - self._narrow.loss), abs(self._wide.loss) or 1.0
         usual = max(least * size, 4 * abs(self._narrow.loss - self._wide.loss))
         if excess <= 1.0 and loss <= usual:
             return []
         figure, what = (far[worst].relative, f"the gradient of {worst}") if excess > 1.0 else (loss / size, "the loss")
-        text = f"{what} of the compiled step differs by {share(figure)} from that of the eager one"
+        text = f"{what} of the compiled step differs by {format_percent(figure)} from that of the eager one"
         fix = "leave torch.compile out (train.compile: false), or try another version of torch"
-        return [Deviation(COMPILED, "warning", _module_of(worst), figure, text, fix)]
+        return [Deviation(COMPILED, "warning", _parse_module_path(worst), figure, text, fix)]
 
 
-def _is_equal(wide: ModuleValues, narrow: ModuleValues, path: str) -> bool:
+def _have_equal_shape(wide: ModuleValues, narrow: ModuleValues, path: str) -> bool:
     return wide.modules[path].shape == narrow.modules[path].shape
 
 
@@ -465,25 +481,29 @@ def _find_other_choices(wide: ModuleValues, narrow: ModuleValues) -> list[str]:
         if other or not same:
             found.append(f"{other:,} of {total:,} choices of {name} differ")
     paths = {**wide.modules, **narrow.modules}
-    moved = [p for p in paths if p not in wide.modules or p not in narrow.modules or not _is_equal(wide, narrow, p)]
+    moved = [
+        p for p in paths if p not in wide.modules or p not in narrow.modules or not _have_equal_shape(wide, narrow, p)
+    ]
     return found + [f"the numbers of elements that {_format_path(path)} is given differ" for path in moved]
 
 
-def _distances(reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> dict[str, _Distance]:
+def _measure_gradient_distances(
+    reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]
+) -> dict[str, _GradientDistance]:
     """Compare gradients; parameters without one in the reference are left out."""
     known = {name: gradient for name, gradient in reference.items() if gradient is not None and gradient.numel()}
-    numbers = [_numbers(gradient.float(), other.get(name)) for name, gradient in known.items()]
+    numbers = [_compute_distance(gradient.float(), other.get(name)) for name, gradient in known.items()]
     read = torch.stack(numbers).tolist() if numbers else []
-    return {name: _Distance(*four) for name, four in zip(known, read, strict=True)}
+    return {name: _GradientDistance(*four) for name, four in zip(known, read, strict=True)}
 
 
-def _numbers(reference: Tensor, other: Tensor | None) -> Tensor:
+def _compute_distance(reference: Tensor, other: Tensor | None) -> Tensor:
     other = torch.zeros_like(reference) if other is None else other.float()
     size = reference.norm().clamp(min=1e-38)
     return torch.stack([reference.abs().amax(), other.abs().amax(), size, (other - reference).norm() / size])
 
 
-def _module_of(parameter: str) -> str:
+def _parse_module_path(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
@@ -491,5 +511,5 @@ def _format_path(path: str) -> str:
     return path or "the model itself"
 
 
-def _keep_wide(module: str) -> str:
+def _advise_fp32(module: str) -> str:
     return f"island(model, {module!r}), or precision='fp32'" if module else "precision='fp32'"

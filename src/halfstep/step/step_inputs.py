@@ -10,9 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfstep.observe.reachable import closure_of, global_names, held_by, leaves, outermost, reachable
-from halfstep.observe.recorder import storage_key
-from halfstep.step.memory import plain_parts
+from halfstep.observe.reachable import (
+    collect_closure_variables,
+    find_reachable_instances,
+    iterate_reachable,
+    iterate_tensor_leaves,
+    list_global_names,
+    select_outermost_modules,
+)
+from halfstep.observe.recorder import identify_storage
+from halfstep.step.memory import list_strided_parts
 from halfstep.step.objective import Objective
 from halfstep.step.sync import LossFunction
 
@@ -28,7 +35,7 @@ _A_TENSOR = object()
 _HOLD_NOTHING = (bool, int, float, str, bytes, type(None))
 
 
-class Holdings:
+class LossFunctionHoldings:
     """The modules and generators that a loss function holds; searched again only when it holds something else."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,15 +48,18 @@ class Holdings:
 
     def look(self, function: Any) -> list[nn.Module]:
         """Return the modules that were added or removed since the last look."""
-        near, before = list(_near(function)), self._near
+        near, before = list(_iterate_near_objects(function)), self._near
         # A lambda in the loop is a new function in every step, and holds the same objects.
         same = function is self._function or _have_same_code(function, self._function)
         self._function, self._near = function, near
         # The full search walks everything reachable, so it runs only if the nearest objects changed.
         if same and len(near) == len(before) and all(map(_are_same_or_tensors, near, before)):
             return []
-        modules, self.modules = self.modules, outermost(held_by(function, nn.Module), self._model)
-        self._generators = held_by(function, torch.Generator)
+        modules, self.modules = (
+            self.modules,
+            select_outermost_modules(find_reachable_instances(function, nn.Module), self._model),
+        )
+        self._generators = find_reachable_instances(function, torch.Generator)
         known, now = {id(module) for module in modules}, {id(module) for module in self.modules}
         return [module for module in (*modules, *self.modules) if (id(module) in known) != (id(module) in now)]
 
@@ -62,7 +72,7 @@ class Holdings:
         others = tuple(f"{name}." for name, thing in self._near if any(thing is other for other in but_for))
         return [
             name
-            for name, thing in _near(self._function)
+            for name, thing in _iterate_near_objects(self._function)
             if isinstance(thing, Tensor) and before.get(name, thing) is not thing and not name.startswith(others)
         ]
 
@@ -80,11 +90,11 @@ def _are_same_or_tensors(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     return one[1] is other[1] or (isinstance(one[1], Tensor) and other[1] is _A_TENSOR)
 
 
-def _near(function: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
+def _iterate_near_objects(function: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
     """Yield what a function holds, by name: objects, members of containers, attributes of objects, and what its own
     functions hold.
     """
-    for name, thing in _list_held(function):
+    for name, thing in _list_held_objects(function):
         if isinstance(thing, _HOLD_NOTHING):
             continue
         yield name, thing
@@ -94,7 +104,7 @@ def _near(function: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{name}[{key!r}]", item) for key, item in members if not isinstance(item, _HOLD_NOTHING))
         elif isinstance(thing, FunctionType):
             if depth > 1 and not (thing.__module__ or "").startswith("torch."):
-                yield from _near(thing, depth - 1)
+                yield from _iterate_near_objects(thing, depth - 1)
         elif type(thing).__module__ != "builtins" and not isinstance(thing, (Tensor, nn.Module)):
             slots = getattr(type(thing), "__slots__", ())
             for key in (*getattr(thing, "__dict__", ()), *((slots,) if isinstance(slots, str) else slots)):
@@ -103,18 +113,18 @@ def _near(function: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:
                     yield f"{name}.{key}", item
 
 
-def _list_held(function: Any) -> Iterable[tuple[str, Any]]:
+def _list_held_objects(function: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(function, FunctionType):
         known = function.__globals__
-        found = [(name, known[name]) for name in global_names(function.__code__) if name in known]
+        found = [(name, known[name]) for name in list_global_names(function.__code__) if name in known]
         defaults = ((f"default {place}", value) for place, value in enumerate(function.__defaults__ or ()))
-        return [*found, *closure_of(function).items(), *defaults]
+        return [*found, *collect_closure_variables(function).items(), *defaults]
     if isinstance(function, MethodType):
         owner = function.__self__
         return [("self", owner), *(() if isinstance(owner, type) else getattr(owner, "__dict__", {}).items())]
     if isinstance(function, functools.partial):
         arguments = ((f"argument {place}", value) for place, value in enumerate(function.args))
-        return [*_list_held(function.func), *arguments, *function.keywords.items()]
+        return [*_list_held_objects(function.func), *arguments, *function.keywords.items()]
     return [("self", function), *getattr(function, "__dict__", {}).items()]
 
 
@@ -127,7 +137,7 @@ def _have_same_code(a: Any, b: Any) -> bool:
 # -- step inputs ------------------------------------------------------------------------------------------------------
 
 
-class Factor(NamedTuple):
+class LossFactors(NamedTuple):
     """The factors of one loss before backward."""
 
     scale: float
@@ -135,7 +145,7 @@ class Factor(NamedTuple):
     """The divisor of sums; None for means, and before the first sum."""
 
 
-class Reach(NamedTuple):
+class LossReach(NamedTuple):
     """The parameters that one loss leads to."""
 
     parameters: Sequence[Tensor]
@@ -153,10 +163,10 @@ class TensorNames:
 
     def __call__(self, tensor: Tensor) -> str | None:
         if self._names is None:
-            found = [(f"{root}.{name}", thing) for root, top in self._roots for name, thing in reachable(top)]
+            found = [(f"{root}.{name}", thing) for root, top in self._roots for name, thing in iterate_reachable(top)]
             named = [(name, thing) for name, thing in found if isinstance(thing, Tensor)]
-            self._names = {key: name for name, key in reversed(_storages(named))}
-        return self._names.get(storage_key(tensor))
+            self._names = {key: name for name, key in reversed(_list_storages(named))}
+        return self._names.get(identify_storage(tensor))
 
 
 class StepInputs(NamedTuple):
@@ -168,11 +178,11 @@ class StepInputs(NamedTuple):
     only: str | None
     generators: list[Tensor]
     """torch's generator states before the first micro-batch: the CPU's, then the device's."""
-    factors: dict[str, Factor]
+    factors: dict[str, LossFactors]
     """By loss, for the losses of this step."""
     versions: tuple[int, ...]
     """The version counter of each tensor of the batch before the step."""
-    reaches: dict[str, Reach] | None = None
+    reaches: dict[str, LossReach] | None = None
     """By loss; None if unknown, as for a step that was read from disk: then everything that the model trains."""
     own_generators: Sequence[tuple[torch.Generator, Tensor]] = ()
     """The generators that the loss function holds, with their states before the first micro-batch."""
@@ -182,29 +192,29 @@ class StepInputs(NamedTuple):
         assert self.reaches is not None, "read from disk, so it has no new step"
         for objective in objectives:
             loss = objective.loss
-            self.factors[loss.name] = Factor(loss.scale.value, loss.base_count)
-            self.reaches[loss.name] = Reach(objective.trainable, objective.everywhere)
+            self.factors[loss.name] = LossFactors(loss.scale.value, loss.base_count)
+            self.reaches[loss.name] = LossReach(objective.trainable, objective.everywhere)
 
     def with_microbatch(self, loss_fn: LossFunction, batch: Any) -> StepInputs:
         """Return the same step with one more micro-batch, in the context form; the newest loss function runs all."""
-        versions = self.versions + versions_of((batch,))
+        versions = self.versions + list_batch_versions((batch,))
         return self._replace(loss_fn=loss_fn, microbatches=[*self.microbatches, batch], versions=versions)
 
     def written_tensors(self) -> list[str]:
         """Return the paths of the batch's tensors whose version has increased since the step began."""
-        if self.versions == versions_of(self.microbatches):
+        if self.versions == list_batch_versions(self.microbatches):
             return []
-        paths = [path for microbatch in self.microbatches for path, _ in leaves(microbatch)]
-        now = versions_of(self.microbatches)
+        paths = [path for microbatch in self.microbatches for path, _ in iterate_tensor_leaves(microbatch)]
+        now = list_batch_versions(self.microbatches)
         return [path for path, a, b in zip(paths, now, self.versions, strict=False) if a != b]
 
     @property
     def batch_changed(self) -> bool:
         """Whether the batch was written since the step: repeating it would not be the same step."""
-        return self.versions != versions_of(self.microbatches)
+        return self.versions != list_batch_versions(self.microbatches)
 
 
-def versions_of(tree: Sequence[Any]) -> tuple[int, ...]:
+def list_batch_versions(tree: Sequence[Any]) -> tuple[int, ...]:
     """Return the version counters of a batch's tensors, in order; -1 for inference tensors."""
     found: list[Tensor] = []
     for microbatch in tree:
@@ -214,21 +224,21 @@ def versions_of(tree: Sequence[Any]) -> tuple[int, ...]:
         elif type(microbatch) in (tuple, list) and all(isinstance(item, Tensor) for item in microbatch):
             found += microbatch
         else:
-            found += [leaf for _, leaf in leaves(microbatch)]
+            found += [leaf for _, leaf in iterate_tensor_leaves(microbatch)]
     return tuple([-1 if tensor.is_inference() else tensor._version for tensor in found])
 
 
-def storages_of(tree: Sequence[Any]) -> dict[int, str]:
+def find_batch_storages(tree: Sequence[Any]) -> dict[int, str]:
     """Return the storages of a batch's tensors, each with the path of its tensor."""
-    return {key: path for path, key in _storages(list(leaves(list(tree))))}
+    return {key: path for path, key in _list_storages(list(iterate_tensor_leaves(list(tree))))}
 
 
-def _storages(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, int]]:
-    parts = plain_parts(tensor for _, tensor in named)
+def _list_storages(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, int]]:
+    parts = list_strided_parts(tensor for _, tensor in named)
     return [(name, key) for (name, _), own in zip(named, parts, strict=True) for key, _ in own]
 
 
-def generator_states(device: torch.device) -> list[Tensor]:
+def collect_generator_states(device: torch.device) -> list[Tensor]:
     """Return the states of torch's generators: the CPU's, then the device's."""
     if device.type in ("cuda", "xpu"):
         return [torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)]
@@ -238,7 +248,7 @@ def generator_states(device: torch.device) -> list[Tensor]:
 
 
 def set_generator_states(states: Sequence[Tensor], device: torch.device) -> None:
-    """Restore the states that `generator_states` returned."""
+    """Restore the states that `collect_generator_states` returned."""
     torch.set_rng_state(states[0])
     if device.type == "mps":
         torch.mps.set_rng_state(states[1])

@@ -16,16 +16,22 @@ import torch
 from torch import nn
 
 from halfstep.errors import WrongUse
-from halfstep.observe.precision_check import Watch
-from halfstep.precision.converted import changes
-from halfstep.precision.island import settle
+from halfstep.observe.precision_check import PrecisionObserver
+from halfstep.precision.converted import count_model_changes
+from halfstep.precision.island import mark_inner_islands
 from halfstep.step import checks
-from halfstep.step.loss import ONLY, loss_and_aux
-from halfstep.step.objective import LocalFlags, Objective, Votes, refused_by, report_of
+from halfstep.step.loss import ONLY, split_loss_and_aux
+from halfstep.step.objective import LocalFlags, Objective, RankVotes, build_step_report, find_refusing_guard
 from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
 from halfstep.step.report import BUFFER_NOT_FINITE, GUARD, StepReport
 from halfstep.step.start_check import NOT_FINITE, check_start
-from halfstep.step.step_inputs import StepInputs, TensorNames, generator_states, storages_of, versions_of
+from halfstep.step.step_inputs import (
+    StepInputs,
+    TensorNames,
+    collect_generator_states,
+    find_batch_storages,
+    list_batch_versions,
+)
 from halfstep.step.stepper_base import StepperBase
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
@@ -77,7 +83,7 @@ class Stepper(StepperBase):
             StartCheckFailed: The start check refuses the step.
             TornUpdate: The previous update was interrupted.
         """
-        checks.check_window(torn=False, in_one=bool(self._open), empty=False)
+        checks.check_window_can_start(torn=False, in_one=bool(self._open), empty=False)
         # The exact type: a batch may be a list itself.
         microbatches = batch if type(batch) is Window else (batch,)
         with self._interrupts, self.ranks.here():
@@ -94,7 +100,7 @@ class Stepper(StepperBase):
                             result = self._synchronizer.run(loss_fn, microbatch, left == 0)
                         self._backward(result, divide=len(microbatches))
                         del result  # otherwise this micro-batch's graph would live through the next one's forward
-                return self._conclude(_aux_of(self._aux, as_list=microbatches is batch))
+                return self._conclude(_select_aux(self._aux, as_list=microbatches is batch))
             except BaseException as error:
                 # While the others still wait in this window's collectives; `_leave` then rolls back locally.
                 self._fail(error)
@@ -109,8 +115,8 @@ class Stepper(StepperBase):
         self._agreed = False
         # A window that some rank will never enter would hang in its first collective, so this comes first.
         self._together.check()
-        checks.check_surroundings(self.device)
-        checks.check_window(torn=self._torn, in_one=False, empty=loss_fn is not None and not microbatches)
+        checks.check_grad_and_autocast(self.device)
+        checks.check_window_can_start(torn=self._torn, in_one=False, empty=loss_fn is not None and not microbatches)
         slots = self._select_slots(only)
         self._synchronizer.settle()
         # Before `remember`, which saves the tensors in the lists that this rebuilds.
@@ -119,15 +125,15 @@ class Stepper(StepperBase):
         torch.clear_autocast_cache()
         # Before the first random number is drawn: a replay starts from these states. torch's generators only: reading
         # NumPy's and Python's in every step would take many times as long.
-        states, own = generator_states(self.device), self._holdings.generator_states()
-        versions = versions_of(microbatches)
+        states, own = collect_generator_states(self.device), self._holdings.generator_states()
+        versions = list_batch_versions(microbatches)
         self.attempt = StepInputs(loss_fn, microbatches, only, states, {}, versions, {}, own_generators=own)
         if self._check:
             self._check_start(self.attempt, slots)
         self._rollback.remember()
-        if isinstance(self._scope, Watch):
+        if isinstance(self._scope, PrecisionObserver):
             self._scope.begin()
-            self._rollback.observe(storages_of(microbatches), TensorNames(self.model, loss_fn))
+            self._rollback.observe(find_batch_storages(microbatches), TensorNames(self.model, loss_fn))
         self._clear_gradients()
         if self.weights is not None:
             # Without a loss function the number of micro-batches is not known.
@@ -154,7 +160,7 @@ class Stepper(StepperBase):
             )
             self._interrupts.interruptible = False
             # What the check wrote into the batch was written back, which counts as a write.
-            self.attempt = attempt._replace(factors={}, reaches={}, versions=versions_of(attempt.microbatches))
+            self.attempt = attempt._replace(factors={}, reaches={}, versions=list_batch_versions(attempt.microbatches))
         if self.start_check is not None:
             self._emit(self.start_check.findings)
             # Still due if it is refused: a caller that catches the error must not train on.
@@ -169,7 +175,7 @@ class Stepper(StepperBase):
         change = self._tracker.change()
         if change:
             self._follow()
-        elif self._prepared != changes():  # by an island, or by another Stepper over the same model
+        elif self._prepared != count_model_changes():  # by an island, or by another Stepper over the same model
             self._prepare()
         # Freezing and unfreezing, which GANs do in every step, changes neither the formats nor which tensors are
         # written. Nor does a module without tensors, such as a metric that is passed to the loss function now and then.
@@ -179,7 +185,7 @@ class Stepper(StepperBase):
     def _select_slots(self, only: str | None) -> list[OptimizerSlot]:
         if only is None:
             return list(self._slots.values())
-        checks.check_only(only, self.optimizers)
+        checks.check_optimizer_name(only, self.optimizers)
         return [self._slots[only]]
 
     def _follow(self) -> None:
@@ -188,9 +194,13 @@ class Stepper(StepperBase):
         `followed` counts how often that happened.
         """
         self.model_version += 1
-        self._emit(checks.check(self.model, self.optimizers, self.ranks.size, narrow=self.weights is not None))
+        self._emit(
+            checks.check_model_and_optimizers(
+                self.model, self.optimizers, self.ranks.size, narrow=self.weights is not None
+            )
+        )
         self._prepare()
-        settle(self.model)
+        mark_inner_islands(self.model)
         if self.weights is not None:
             self.weights.compute_in(self.precision)
         self._rollback.follow()
@@ -205,7 +215,7 @@ class Stepper(StepperBase):
         self._tracker.look()
 
     def _backward(self, result: Any, divide: int) -> None:
-        losses, aux = loss_and_aux(result)
+        losses, aux = split_loss_and_aux(result)
         self._aux.append(aux)
         objectives = self._pair(losses, self._open)
         if not self._objectives:
@@ -242,7 +252,7 @@ class Stepper(StepperBase):
             groups = [[slot] for slot in slots] if several else [slots]
             known = self._paired[key] = [self._objective(group) for group in groups]
         if isinstance(losses, dict) and not all(objective.loss.name in losses for objective in known):
-            raise checks.no_loss([o.loss.name for o in known], losses)
+            raise checks.build_missing_loss_error([o.loss.name for o in known], losses)
         return known
 
     def _objective(self, slots: list[OptimizerSlot]) -> Objective:
@@ -251,7 +261,7 @@ class Stepper(StepperBase):
         return Objective(loss, slots, clip_norm=self.clip_norm, everywhere=everywhere)
 
     def _conclude(self, aux: Any, *, no_batch: bool = False) -> StepReport | None:
-        if isinstance(self._scope, Watch):
+        if isinstance(self._scope, PrecisionObserver):
             self._scope.judge()
         # From here on no rank may leave on its own: Ctrl-C has to wait.
         self._interrupts.interruptible, self._concluding = False, True
@@ -260,7 +270,7 @@ class Stepper(StepperBase):
             # Before the agreement, so that the edited gradients are the ones that are judged and clipped.
             self.on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
         save = int(self.save_requested and self.ranks.rank == 0)
-        agreed = self._agree(Votes(stop=int(self.stop_requested), no_batch=int(no_batch), save=save))
+        agreed = self._agree(RankVotes(stop=int(self.stop_requested), no_batch=int(no_batch), save=save))
         # Every rank has run out of batches: this window never happened.
         if agreed.no_batch == self.ranks.size:
             self._abandon()
@@ -276,12 +286,12 @@ class Stepper(StepperBase):
         if not report.applied:
             names = self._holdings.rebound(but_for=self._rollback.with_state) if self.attempt.loss_fn else []
             if names:
-                self._emit([checks.rebound(names)])
+                self._emit([checks.build_rebound_tensors_finding(names)])
         if not self._batch_written and (written := self._rollback.batch_written or self.attempt.written_tensors()):
             self._batch_written = True
-            self._emit([checks.batch_written(written)])
+            self._emit([checks.build_batch_written_finding(written)])
 
-    def _agree(self, mine: Votes) -> Votes:
+    def _agree(self, mine: RankVotes) -> RankVotes:
         """Reach one decision with all ranks; raise RankFailed if one of them gave up the window."""
         flags = LocalFlags(self._rollback.not_finite(), self._rollback.unseen_writes())
         agreed = self._agreement.on(self._objectives, self._token(), mine, flags, fix=self._synchronizer.fix)
@@ -299,14 +309,14 @@ class Stepper(StepperBase):
         # 19 bits, so that squares summed over 2**13 ranks stay below 2**53, where float64 is exact.
         return (self._begun % 256 * 8 + which) * 256 + self.counts.applied % 256
 
-    def _judge(self, agreed: Votes, aux: Any) -> StepReport:
+    def _judge(self, agreed: RankVotes, aux: Any) -> StepReport:
         """Check that everything is finite, unscale and clip, then ask the guards."""
         objectives = self._objectives
         reason = next((r for r in (objective.reason() for objective in objectives) if r is not None), None)
         # Last, because a non-finite loss explains a non-finite buffer, but not the other way round.
         if reason is None and agreed.bad_buffer and self._has_bad_buffer():
             reason = BUFFER_NOT_FINITE
-        report = report_of(objectives, self.counts, reason, aux)
+        report = build_step_report(objectives, self.counts, reason, aux)
         if self.weights is not None:
             report = report._replace(gradient_format=self.weights.gradient_format)
         if not report.applied:
@@ -314,10 +324,12 @@ class Stepper(StepperBase):
         for objective in objectives:
             # Only now: a NaN norm must never become a clip factor.
             objective.ready()
-        refused = refused_by(self.guards, report, self.ranks, self._begun)
+        refused = find_refusing_guard(self.guards, report, self.ranks, self._begun)
         if refused is None:
             return report
-        return report_of(objectives, self.counts, GUARD + refused, aux)._replace(gradient_format=report.gradient_format)
+        return build_step_report(objectives, self.counts, GUARD + refused, aux)._replace(
+            gradient_format=report.gradient_format
+        )
 
     def _has_bad_buffer(self) -> bool:
         """Return whether this window made a buffer non-finite, here or on another rank."""
@@ -495,7 +507,7 @@ class Stepper(StepperBase):
             weights_moved, gradients_moved = self._call_order.moved(self._open)
             if weights_moved:
                 self._rollback.accept_updates()
-            checks.check_foreign_calls(weights_moved, gradients_moved)
+            checks.check_no_foreign_calls(weights_moved, gradients_moved)
             report = self._conclude(None)
             assert report is not None, "this rank had a batch"
             return report
@@ -506,11 +518,11 @@ class Stepper(StepperBase):
             self._abandon()
 
     @cached_property
-    def _or_abandon(self) -> _OrAbandon:
-        return _OrAbandon(self)
+    def _or_abandon(self) -> _AbandonOnError:
+        return _AbandonOnError(self)
 
 
-class _OrAbandon:
+class _AbandonOnError:
     """A context in which any error drops the window, restores the state before it, and is raised again."""
 
     def __init__(self, window: Stepper) -> None:
@@ -528,7 +540,7 @@ def _has_tensors(module: nn.Module) -> bool:
     return next(chain(module.parameters(), module.buffers()), None) is not None
 
 
-def _aux_of(found: list[Any], *, as_list: bool) -> Any:
+def _select_aux(found: list[Any], *, as_list: bool) -> Any:
     if not as_list:
         return found[0]
     return found if any(aux is not None for aux in found) else None

@@ -16,27 +16,32 @@ from halfstep.errors import StateMismatch, WrongUse, check_same_keys, check_same
 from halfstep.finding import Finding
 from halfstep.formats import FP32
 from halfstep.observe.flops import Observation
-from halfstep.observe.precision_check import LookAgain, LookSchedule, Watch, may_look_again
-from halfstep.precision.converted import changes, converted_layers
-from halfstep.precision.island import islands, settle
+from halfstep.observe.precision_check import (
+    ObservationSchedule,
+    PrecisionObserver,
+    RepeatedPrecisionObserver,
+    can_observe_again,
+)
+from halfstep.precision.converted import count_model_changes, find_converted_layers
+from halfstep.precision.island import find_islands, mark_inner_islands
 from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step import checks
 from halfstep.step.buffers import Buffers
-from halfstep.step.ema import Ema, StepCounts, checked_average
-from halfstep.step.interrupts import Interrupts
-from halfstep.step.loss import ONLY, LossScale, LossSlot, scale_for
-from halfstep.step.objective import Agreement, Objective
+from halfstep.step.ema import Ema, StepCounts, check_ema_model
+from halfstep.step.interrupts import DeferredInterrupts
+from halfstep.step.loss import ONLY, LossScale, LossSlot, choose_loss_scale
+from halfstep.step.objective import Objective, RankAgreement
 from halfstep.step.optimizer_slot import OptimizerSlot, ParamTracker
-from halfstep.step.ranks import Ranks, Together
-from halfstep.step.replicated import Averaged, Replicated, Wrapped
+from halfstep.step.ranks import RankFailureHandler, Ranks
+from halfstep.step.replicated import AveragingSynchronizer, ReplicatedSynchronizer, UserDdpSynchronizer
 from halfstep.step.report import Guard
 from halfstep.step.rollback import Rollback
-from halfstep.step.sharded import Sharded, reshard
+from halfstep.step.sharded import ShardedSynchronizer, reshard_gathered_parameters
 from halfstep.step.start_check import StartCheck
-from halfstep.step.step_inputs import Holdings, StepInputs
-from halfstep.step.stored_formats import find_mistakes
-from halfstep.step.sync import Alone, Synchronizer
+from halfstep.step.step_inputs import LossFunctionHoldings, StepInputs
+from halfstep.step.stored_formats import find_stored_format_mistakes
+from halfstep.step.sync import SingleRankSynchronizer, Synchronizer
 from halfstep.step.window import CallOrder
 from halfstep.user_code import warn_user
 
@@ -117,19 +122,21 @@ class StepperBase:
         self._start_without_window()
         self.ranks = Ranks(process_group)
         # A forward pass before this leaves FSDP2's parameters gathered, and the checks below look at the shards.
-        reshard(model)
+        reshard_gathered_parameters(model)
         named = _name_optimizers(optimizer, optimizers)
-        stale = checks.check(model, named, self.ranks.size, narrow=weight_format not in (None, FP32.name))
+        stale = checks.check_model_and_optimizers(
+            model, named, self.ranks.size, narrow=weight_format not in (None, FP32.name)
+        )
         checks.check_trainable(model, named)
         self.model, self.guards, self.counts = model, list(guards), StepCounts()
-        self.ema = checked_average(ema, model)
+        self.ema = check_ema_model(ema, model)
         self.device = next(model.parameters()).device
         self.findings: list[Finding] = []
-        self._slots = _slots(named, schedule, clip_norm, clip_value)
-        self.clip_norm = None if isinstance(clip_norm, Mapping) else positive("clip_norm", clip_norm)
+        self._slots = _build_optimizer_slots(named, schedule, clip_norm, clip_value)
+        self.clip_norm = None if isinstance(clip_norm, Mapping) else check_positive_limit("clip_norm", clip_norm)
         self.on_gradients = on_gradients
-        self._rollback, self._holdings = Rollback(self._emit, model), Holdings(model)
-        self._observe, self._look_schedule = observe, LookSchedule()
+        self._rollback, self._holdings = Rollback(self._emit, model), LossFunctionHoldings(model)
+        self._observe, self._look_schedule = observe, ObservationSchedule()
         self.observed: Observation | None = None
         self._check = check
         self.start_check: StartCheck | None = None
@@ -144,18 +151,18 @@ class StepperBase:
         """The weights that are stored in bf16; None if all are in fp32."""
         if weight_format is not None and weight_format != FP32.name:
             self._store_narrow(weight_format, gradient_sums, rounding_seed)
-        self._losses = _losses(list(named), self.precision, loss_scale)
+        self._losses = _build_loss_slots(list(named), self.precision, loss_scale)
         self._emit(stale)
-        settle(model)
-        self._synchronizer = synchronizer(
+        mark_inner_islands(model)
+        self._synchronizer = choose_synchronizer(
             model, optimizers=len(self._slots), ddp=ddp or {}, ranks=self.ranks, narrow=self.weights is not None
         )
         self._emit(self._synchronizer.findings)
         if self.weights is not None:
             self.weights.share(self.ranks)
-        self._agreement, self._together = Agreement(self.ranks, len(self._slots)), Together(self.ranks)
+        self._agreement, self._together = RankAgreement(self.ranks, len(self._slots)), RankFailureHandler(self.ranks)
         self._tracker = ParamTracker(model, named.values())
-        self._interrupts, self._call_order = Interrupts(), CallOrder()
+        self._interrupts, self._call_order = DeferredInterrupts(), CallOrder()
 
     def _store_narrow(self, weight_format: str, sums: str, seed: int) -> None:
         """Convert the trained weights to bf16."""
@@ -222,7 +229,7 @@ class StepperBase:
         Raises:
             WrongUse: The object has no state to restore, or a window is open.
         """
-        checks.check_window(torn=False, in_one=bool(self._open), empty=False)
+        checks.check_window_can_start(torn=False, in_one=bool(self._open), empty=False)
         self._rollback.include(thing)
         if isinstance(thing, nn.Module):
             self._rollback.copy_parameters(thing.parameters())
@@ -237,7 +244,7 @@ class StepperBase:
 
         The loss scale restarts. Raises WrongUse inside a window, and PrecisionRefused like the constructor.
         """
-        checks.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
+        checks.check_window_can_start(torn=self._torn, in_one=bool(self._open), empty=False)
         first = self._as_built
         self._compute_in(first if name == first.precision.name else choose_precision(name, device=self.device))
         if self.weights is not None:
@@ -249,31 +256,31 @@ class StepperBase:
 
     def _compute_in(self, choice: Choice) -> None:
         """Set the precision, and observe what really runs until every optimizer had a step."""
-        checks.check_stored(choice.precision, self.model, self.optimizers)
+        checks.check_fp64_storage(choice.precision, self.model, self.optimizers)
         self.choice, self.precision = choice, choice.precision
-        self._emit(find_mistakes(self.model, self.precision))
+        self._emit(find_stored_format_mistakes(self.model, self.precision))
         self.findings += [finding for finding in choice.findings if finding not in self.findings]
         self._prepare()
         self._autocast, self._scope = self.precision.autocast(self.device), self.precision.scope(self.device)
-        self._unseen, self._idle = set(self._slots), set(islands(self.model))
+        self._unseen, self._idle = set(self._slots), set(find_islands(self.model))
         # Wrapped around the real scope, and removed after one step, so that observing costs nothing afterwards.
         if self._observe:
-            self._scope = self._watch(Watch)
+            self._scope = self._watch(PrecisionObserver)
 
     def _prepare(self) -> None:
         """Convert the layers of the model as the precision asks for, and no others."""
         self.precision.prepare(self.model, self.device)
-        self._prepared = changes()
+        self._prepared = count_model_changes()
 
-    def _watch(self, kind: type[Watch]) -> Watch:
+    def _watch(self, kind: type[PrecisionObserver]) -> PrecisionObserver:
         done, emit, memory = self._watched, self._emit, self._rollback
         return kind(self._scope, self.model, self.precision, done=done, emit=emit, memory=memory)
 
     def _look_again(self) -> None:
         """Observe the next step again; unlike the first time, nothing that it finds stops the run."""
-        if self._observe and not isinstance(self._scope, Watch) and may_look_again(self.model):
-            self._unseen, self._idle = set(self._slots), set(islands(self.model))
-            self._scope = self._watch(LookAgain)
+        if self._observe and not isinstance(self._scope, PrecisionObserver) and can_observe_again(self.model):
+            self._unseen, self._idle = set(self._slots), set(find_islands(self.model))
+            self._scope = self._watch(RepeatedPrecisionObserver)
 
     def _emit(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
@@ -288,7 +295,7 @@ class StepperBase:
         self._unseen -= {slot.name for slot in self._open}
         if not self._unseen:
             self._scope = inner
-            self._emit([checks.idle_island(path) for path in sorted(self._idle)])
+            self._emit([checks.build_idle_island_finding(path) for path in sorted(self._idle)])
 
     @property
     def in_window(self) -> bool:
@@ -357,7 +364,7 @@ class StepperBase:
         Raises:
             WrongUse: A window is open, or `ema=True` without an Ema.
         """
-        checks.check_window(torn=self._torn, in_one=bool(self._open), empty=False)
+        checks.check_window_can_start(torn=self._torn, in_one=bool(self._open), empty=False)
         if ema and self.ema is None:
             raise WrongUse(
                 "evaluating(ema=True) without an average", allowed="an Ema", do="Stepper(..., ema=Ema(model))"
@@ -367,7 +374,7 @@ class StepperBase:
         with ExitStack() as active:
             if ema and self.ema is not None:
                 active.enter_context(self.ema.in_place())
-            active.callback(_set_modes, modes)
+            active.callback(_set_training_modes, modes)
             self.model.eval()
             active.enter_context(self.precision.inference(self.device))
             yield self.model
@@ -383,7 +390,7 @@ class StepperBase:
         Raises:
             WrongUse: A window is open.
         """
-        checks.check_window(torn=self._torn, in_one=bool(self._open) and not self._concluding, empty=False)
+        checks.check_window_can_start(torn=self._torn, in_one=bool(self._open) and not self._concluding, empty=False)
         return {**self.own_state(), "optimizers": {name: slot.state_dict() for name, slot in self._slots.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -396,7 +403,7 @@ class StepperBase:
             StateMismatch: The state does not fit; nothing is changed.
         """
         ours = self.state_dict()
-        _require_same_format(ours, state)
+        _check_same_weight_format(ours, state)
         checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
         check_same_keys("a Stepper's state", ours, state)
         check_same_keys("optimizers", ours["optimizers"], state["optimizers"])
@@ -414,7 +421,7 @@ class StepperBase:
         """
         counts = self.counts.state_dict()
         counts["attempted"] -= int(bool(self._open) and not self._concluding)
-        converted = converted_layers(self.model)
+        converted = find_converted_layers(self.model)
         return {
             "precision": self.precision.name,
             **({"converted": converted} if converted else {}),
@@ -427,7 +434,7 @@ class StepperBase:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Load a state of `own_state()`; raise StateMismatch before anything is changed."""
         ours = self.own_state()
-        _require_same_format(ours, state)
+        _check_same_weight_format(ours, state)
         checks.check_same_conversion(ours.get("converted", {}), state.get("converted", {}))
         check_same_keys("a Stepper's own state", ours, state)
         for key in ("losses", "counts"):
@@ -448,7 +455,7 @@ class StepperBase:
             self.weights.load_state_dict(state["weights"])
 
 
-def _require_same_format(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _check_same_weight_format(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     own, then = (state["weights"]["format"] if "weights" in state else FP32.name for state in (ours, saved))
     if own != then:
         raise StateMismatch(
@@ -458,7 +465,7 @@ def _require_same_format(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> N
         )
 
 
-def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+def _set_training_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
         module.training = training
 
@@ -481,7 +488,7 @@ def _name_optimizers(
     return dict(given) if isinstance(given, Mapping) else {ONLY: given}  # type: ignore[dict-item]
 
 
-def _slots(
+def _build_optimizer_slots(
     optimizers: Mapping[str, torch.optim.Optimizer],
     schedule: ByName[Any],
     clip_norm: ByName[float],
@@ -501,25 +508,31 @@ def _slots(
         name: OptimizerSlot(
             name,
             optimizer,
-            schedule=value_for(schedule, name, names, "schedule"),
-            clip_norm=positive("clip_norm", value_for(clip_norm, name, names, "clip_norm")) if by_name else None,
-            clip_value=positive("clip_value", value_for(clip_value, name, names, "clip_value")),
+            schedule=select_optimizer_setting(schedule, name, names, "schedule"),
+            clip_norm=check_positive_limit("clip_norm", select_optimizer_setting(clip_norm, name, names, "clip_norm"))
+            if by_name
+            else None,
+            clip_value=check_positive_limit(
+                "clip_value", select_optimizer_setting(clip_value, name, names, "clip_value")
+            ),
         )
         for name, optimizer in optimizers.items()
     }
 
 
-def _losses(names: Sequence[str], precision: Precision, given: ByName[LossScale]) -> dict[str, LossSlot]:
+def _build_loss_slots(names: Sequence[str], precision: Precision, given: ByName[LossScale]) -> dict[str, LossSlot]:
     """Return a slot for each optimizer's own loss, and one for a loss that several optimizers share."""
     known = list(dict.fromkeys([*names, ONLY] if len(names) > 1 else names))
-    found = {name: scale_for(precision, value_for(given, name, known, "loss_scale")) for name in known}
+    found = {
+        name: choose_loss_scale(precision, select_optimizer_setting(given, name, known, "loss_scale")) for name in known
+    }
     # One scale given for all is copied: each loss has its own, for one may overflow where another does not.
     return {
         name: LossSlot(name, scale if i == 0 else copy.deepcopy(scale)) for i, (name, scale) in enumerate(found.items())
     }
 
 
-def value_for(values: ByName[V], name: str, names: Sequence[str], what: str) -> V | None:
+def select_optimizer_setting(values: ByName[V], name: str, names: Sequence[str], what: str) -> V | None:
     """Return the setting of one optimizer; a value without names is for all. Raises WrongUse for unknown names."""
     if not isinstance(values, Mapping):
         return values
@@ -533,7 +546,7 @@ def value_for(values: ByName[V], name: str, names: Sequence[str], what: str) -> 
     return values.get(name)
 
 
-def positive(name: str, given: Any) -> float | None:
+def check_positive_limit(name: str, given: Any) -> float | None:
     """Return a limit on gradients as a float, or None; raise WrongUse if it is not positive."""
     if given is None:
         return None
@@ -545,7 +558,7 @@ def positive(name: str, given: Any) -> float | None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def synchronizer(
+def choose_synchronizer(
     model: nn.Module, *, optimizers: int, ddp: Mapping[str, Any], ranks: Ranks, narrow: bool = False
 ) -> Synchronizer:
     """Return the synchronizer that fits this model and these ranks; raise WrongUse if only parts are sharded.
@@ -553,10 +566,10 @@ def synchronizer(
     Gradients of `narrow` weights are averaged here: DistributedDataParallel sums in the format of the weights.
     """
     if ranks.size == 1:
-        return Alone(model)
+        return SingleRankSynchronizer(model)
     if distributed.is_sharded(model.parameters()):
         _check_sharding(model)
-        return Sharded(model, ranks)
+        return ShardedSynchronizer(model, ranks)
     if isinstance(model, DistributedDataParallel):
         if narrow:
             raise WrongUse(
@@ -564,10 +577,14 @@ def synchronizer(
                 allowed="the plain model, whose gradients halfstep sums in fp32",
                 do="Stepper(model.module, ..., weight_format=...)",
             )
-        return Wrapped(model, ranks)
+        return UserDdpSynchronizer(model, ranks)
     # Several optimizers may have several losses, each with its own backward; DistributedDataParallel expects one
     # backward for each forward.
-    return Replicated(model, ddp, ranks) if optimizers == 1 and not narrow else Averaged(model, ranks)
+    return (
+        ReplicatedSynchronizer(model, ddp, ranks)
+        if optimizers == 1 and not narrow
+        else AveragingSynchronizer(model, ranks)
+    )
 
 
 def _check_sharding(model: nn.Module) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.formats import is_narrow, name_of
-from halfstep.numbers import size
+from halfstep.formats import is_narrow, name_dtype
+from halfstep.numbers import format_bytes
 from halfstep.precision.precision import Precision
 
 TRAINED, TABLES, BASE, WIDENED, HEAD = "stored.trained", "stored.tables", "stored.base", "stored.widened", "stored.head"
@@ -21,12 +21,12 @@ _TABLES = re.compile(r"(inv_freq|freqs|freqs_cis)$")
 _ONLY_TRAINED = "for p in model.parameters(): p.data = p.data.float() if p.requires_grad else p.data"
 
 
-def some(names: Sequence[str]) -> str:
+def format_first_names(names: Sequence[str]) -> str:
     """Return the first names, and the number of others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def check_trained(trained: Iterable[Tensor], model: nn.Module, names: Mapping[int, str]) -> None:
+def check_trained_weights_wide(trained: Iterable[Tensor], model: nn.Module, names: Mapping[int, str]) -> None:
     """Raise WrongUse for trained weights in 16 bits."""
     narrow = [names.get(id(p), "(not of the model)") for p in trained if is_narrow(p.dtype)]
     if not narrow:
@@ -34,7 +34,7 @@ def check_trained(trained: Iterable[Tensor], model: nn.Module, names: Mapping[in
     # model.float() would widen a frozen base too, several times the bytes of an adapter.
     frozen = any(not p.requires_grad for p in model.parameters())
     raise WrongUse(
-        f"trainable weights stored in 16 bits: {some(narrow)}",
+        f"trainable weights stored in 16 bits: {format_first_names(narrow)}",
         allowed="16-bit storage for frozen weights; small updates to trained ones are lost to rounding, unless the "
         "low 16 bits of fp32 are kept (weight_format='bf16-split') or rounding is stochastic ('bf16-stochastic')",
         do=f"{_ONLY_TRAINED if frozen else 'model.float()'} before building the optimizer, or "
@@ -54,24 +54,25 @@ def store_trained_in_fp32(model: nn.Module) -> list[str]:
     return [name for name, _ in narrow]
 
 
-def find_mistakes(model: nn.Module, precision: Precision) -> list[Finding]:
+def find_stored_format_mistakes(model: nn.Module, precision: Precision) -> list[Finding]:
     """Return findings about formats that a run in this precision is better without; reads no tensor."""
     return [
-        *_cast_tables(model),
+        *_find_cast_tables(model),
         *_find_other_base(model, precision),
         *_find_widened_base(model),
-        *_separate_head(model),
+        *_find_separate_head(model),
     ]
 
 
-def _cast_tables(model: nn.Module) -> Iterator[Finding]:
+def _find_cast_tables(model: nn.Module) -> Iterator[Finding]:
     cast = [(n, b) for n, b in model.named_buffers() if _TABLES.search(n) and is_narrow(b.dtype)]
     if cast:
-        names, format = [name for name, _ in cast], name_of(cast[0][1].dtype)
+        names, format = [name for name, _ in cast], name_dtype(cast[0][1].dtype)
         yield Finding(
             TABLES,
             "warning",
-            f"frequencies of rotary positions are stored in {format}: {some(names)}; their rounding grows with the "
+            f"frequencies of rotary positions are stored in {format}: {format_first_names(names)}; their rounding "
+            "grows with the "
             "position",
             "from_pretrained(..., dtype=...) instead of model.to(...), or cast parameters only: "
             "for p in model.parameters(): p.data = p.data.to(...)",
@@ -85,25 +86,26 @@ def _find_other_base(model: nn.Module, precision: Precision) -> Iterator[Finding
         return
     # The frozen weight of an adapter is next to the trained ones, as in q_proj.base_layer.weight and
     # q_proj.lora_A.default.weight; those of a frozen encoder are not.
-    trained = [_parent_module_path(name) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [_find_parent_path(name) for name, p in model.named_parameters() if p.requires_grad]
     near = {*trained, *(path.rpartition(".")[0] for path in trained)} - {""}
     other = {
         name: p.dtype
         for name, p in model.named_parameters()
-        if not p.requires_grad and is_narrow(p.dtype) and p.dtype is not narrow and _parent_module_path(name) in near
+        if not p.requires_grad and is_narrow(p.dtype) and p.dtype is not narrow and _find_parent_path(name) in near
     }
     if other:
-        format = name_of(next(iter(other.values())))
+        format = name_dtype(next(iter(other.values())))
         yield Finding(
             BASE,
             "warning",
-            f"a frozen base in {format} under an adapter, in a run in {precision.name}: {some(list(other))}; between "
+            f"a frozen base in {format} under an adapter, in a run in {precision.name}: "
+            f"{format_first_names(list(other))}; between "
             f"layers numbers have the range and the digits of {format}",
             f"from_pretrained(..., dtype={narrow}), or precision={format!r}",
         )
 
 
-def _parent_module_path(name: str) -> str:
+def _find_parent_path(name: str) -> str:
     """Return the path of the module above the one that holds a parameter."""
     return name.rpartition(".")[0].rpartition(".")[0]
 
@@ -117,13 +119,14 @@ def _find_widened_base(model: nn.Module) -> Iterator[Finding]:
         yield Finding(
             WIDENED,
             "note",
-            f"frozen matrices in fp32 next to a quantized base: {some([name for name, _ in wide])}; in 16 bits they "
-            f"take {size(spare)} less",
+            f"frozen matrices in fp32 next to a quantized base: {format_first_names([name for name, _ in wide])}; in "
+            "16 bits they "
+            f"take {format_bytes(spare)} less",
             "model.enable_input_require_grads() instead of prepare_model_for_kbit_training(model), which widens them",
         )
 
 
-def _separate_head(model: nn.Module) -> Iterator[Finding]:
+def _find_separate_head(model: nn.Module) -> Iterator[Finding]:
     """Find a head that its model calls tied to the embedding, in another format than that."""
     for path, module in model.named_modules():
         if not getattr(getattr(module, "config", None), "tie_word_embeddings", False):
@@ -140,8 +143,8 @@ def _separate_head(model: nn.Module) -> Iterator[Finding]:
             yield Finding(
                 HEAD,
                 "warning",
-                f"the head of {path or type(module).__name__} is in {name_of(head.dtype)} and its embedding in "
-                f"{name_of(embedding.dtype)}: a cast has made two matrices of one that config.tie_word_embeddings "
+                f"the head of {path or type(module).__name__} is in {name_dtype(head.dtype)} and its embedding in "
+                f"{name_dtype(embedding.dtype)}: a cast has made two matrices of one that config.tie_word_embeddings "
                 "declares tied; whoever loads them by that config has one of the two",
                 "cast the whole model, or set config.tie_word_embeddings=False to keep both",
             )

@@ -95,7 +95,7 @@ class Synchronizer(ABC):
         return self
 
 
-class Alone(Synchronizer):
+class SingleRankSynchronizer(Synchronizer):
     """A single rank: nothing to synchronize."""
 
     def run(self, loss_fn: LossFunction, batch: Any, last: bool) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep.step.memory import put_back_places, same_place, words_of
+from halfstep.step.memory import is_same_view, restore_tensor_memory, view_memory_as_integers
 
 TENSORS_PER_STEP = 16
 BYTES_PER_STEP = 2**26
@@ -36,7 +36,7 @@ Checksum: TypeAlias = "Tensor | bytes"
 """A row of integers on the device; of small memory that the host reads by itself, the memory as it is."""
 
 
-class _Part(NamedTuple):
+class _MemoryPart(NamedTuple):
     """A part of one tensor's memory, small enough for one step."""
 
     place: int
@@ -49,7 +49,7 @@ class _Part(NamedTuple):
 class _ChecksumGroup:
     """The parts that one step compares."""
 
-    def __init__(self, parts: list[_Part]) -> None:
+    def __init__(self, parts: list[_MemoryPart]) -> None:
         self.parts = parts
         rows = [row for part in parts for row in part.rows or ()]
         on_host = all(part.rows for part in parts) and all(row.ndim == 1 and row.device.type == "cpu" for row in rows)
@@ -61,7 +61,7 @@ class _ChecksumGroup:
         """Whether its memory changes between windows, as that of a teacher which the loop updates through `.data`."""
 
 
-class UnseenWrites:
+class UnseenWriteDetector:
     """Tensors without a copy; finds those that a window has written."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class UnseenWrites:
 
     def _divide_into_groups(self) -> Iterator[_ChecksumGroup]:
         """Divide the memory into groups for one step each, on one device, and all trained or all not."""
-        words = [words_of(tensor.detach()) for tensor in self._tensors]
+        words = [view_memory_as_integers(tensor.detach()) for tensor in self._tensors]
         places = sorted(range(len(words)), key=lambda place: self._tensors[place].requires_grad)
         kinds = [(words[place].device, self._tensors[place].requires_grad) for place in places]
         size = sum(row.nbytes for row in words)
@@ -125,7 +125,7 @@ class UnseenWrites:
         if len({device for device, _ in kinds}) == 1 and len(words) <= TENSORS_PER_STEP and size <= most(words[0]):
             yield _ChecksumGroup([self._part(place, words[place], 0, words[place].numel()) for place in places])
             return
-        parts: list[_Part] = []
+        parts: list[_MemoryPart] = []
         left, last = 0, None
         for place, kind in zip(places, kinds, strict=True):
             row, start = words[place], 0
@@ -142,8 +142,8 @@ class UnseenWrites:
         if parts:
             yield _ChecksumGroup(parts)
 
-    def _part(self, place: int, words: Tensor, start: int, end: int) -> _Part:
-        return _Part(place, start, end, _rows(words[start:end]) if place < self._held else None)
+    def _part(self, place: int, words: Tensor, start: int, end: int) -> _MemoryPart:
+        return _MemoryPart(place, start, end, _split_into_rows(words[start:end]) if place < self._held else None)
 
     @property
     def steps(self) -> int:
@@ -203,7 +203,7 @@ class UnseenWrites:
             found = {place for place, (now, before) in enumerate(pairs) if now != before}
             if group is not None and len(self._groups) == 1:
                 # `set_` increases the version but does not change the memory.
-                moved = {place for place in found if not same_place(self._tensors[place], self._aliases[place])}
+                moved = {place for place in found if not is_same_view(self._tensors[place], self._aliases[place])}
                 found -= moved - self._differing(group) if moved else set()
         if group is not None and any(flags):
             if flags[0]:
@@ -216,7 +216,7 @@ class UnseenWrites:
         """Return the places of tensors whose checksums differ from those before the window; reads the device."""
         assert self._before is not None, "a group was compared"
         before, after = self._before, self._checksum(group)
-        size = _bytes if isinstance(after, bytes) else _sums
+        size = _count_bytes if isinstance(after, bytes) else _count_checksum_integers
         ends = list(accumulate(sum(map(size, self._rows(part))) for part in group.parts))
         spans = zip(group.parts, [0, *ends[:-1]], ends, strict=True)
         return {part.place for part, start, end in spans if not _is_equal(before[start:end], after[start:end])}
@@ -230,15 +230,19 @@ class UnseenWrites:
 
     def restore(self) -> None:
         """Restore the storage that the tensors had before the window; in-place writes to it stay."""
-        put_back_places(zip(self._tensors, self._aliases, strict=True))
+        restore_tensor_memory(zip(self._tensors, self._aliases, strict=True))
 
     def release(self) -> None:
         """Let go of tensors that are held weakly, after the window."""
         if self._weak:
             del self._tensors[self._held :], self._aliases[self._held :]
 
-    def _rows(self, part: _Part) -> list[Tensor]:
-        return _rows(words_of(self._aliases[part.place])[part.start : part.end]) if part.rows is None else part.rows
+    def _rows(self, part: _MemoryPart) -> list[Tensor]:
+        return (
+            _split_into_rows(view_memory_as_integers(self._aliases[part.place])[part.start : part.end])
+            if part.rows is None
+            else part.rows
+        )
 
     def _checksum(self, group: _ChecksumGroup) -> Checksum:
         """Return the checksum of a group; the host reads nothing from a device."""
@@ -258,12 +262,12 @@ _RAW = 2048
 """Words up to which memory counts as it is."""
 
 
-def _rows(words: Tensor) -> list[Tensor]:
+def _split_into_rows(words: Tensor) -> list[Tensor]:
     """Divide memory into one table of words of eight bytes, which is summed, and rows that count as they are."""
     if words.dtype is not torch.int64 and words.storage_offset() % 8 == 0 and words.numel() > 8 * _RAW:
         whole = words.numel() // 8 * 8
         # Words of eight bytes are summed many times as fast as bytes.
-        return [*_rows(words[:whole].view(torch.int64)), words[whole:]]
+        return [*_split_into_rows(words[:whole].view(torch.int64)), words[whole:]]
     if words.numel() <= _RAW:
         return [words]
     whole = words.numel() // _WIDTH * _WIDTH
@@ -276,12 +280,12 @@ def _sum_row(row: Tensor) -> list[Tensor]:
     return [row if row.dtype is torch.int64 else row.long()]
 
 
-def _sums(row: Tensor) -> int:
+def _count_checksum_integers(row: Tensor) -> int:
     """Return the number of integers in the checksum of a row."""
     return sum(row.shape)
 
 
-def _bytes(row: Tensor) -> int:
+def _count_bytes(row: Tensor) -> int:
     return row.nbytes
 
 

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.errors import StateMismatch, WrongUse, check_same_keys, unknown_name
+from halfstep.errors import StateMismatch, WrongUse, build_unknown_name_error, check_same_keys
 from halfstep.finding import Finding
 from halfstep.formats import BF16, FP32, is_narrow
-from halfstep.observe.recorder import as_written
-from halfstep.precision.island import islands
+from halfstep.observe.recorder import strip_compile_wrappers
+from halfstep.precision.island import find_islands
 from halfstep.precision.precision import Precision
-from halfstep.step.optimizer_slot import OptimizerSlot, owned_by
+from halfstep.step.optimizer_slot import OptimizerSlot, list_optimizer_parameters
 from halfstep.step.ranks import Ranks
-from halfstep.step.replicated import send_from_rank_zero_
+from halfstep.step.replicated import broadcast_tensors_
 from halfstep.step.shard_units import NORM_LAYERS
 
 PLAIN, SPLIT, STOCHASTIC = "fp32", "bf16-split", "bf16-stochastic"
@@ -41,41 +41,41 @@ _STEPPED_IN_PIECES = ("torch.optim.", "torchao.optim.", "halfstep.")
 # -- bits -------------------------------------------------------------------------------------------------------------
 
 
-def _row(tensor: Tensor) -> Tensor:
+def _view_as_row(tensor: Tensor) -> Tensor:
     """Return the elements of a dense tensor in the order of its memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _halves(wide: Tensor) -> Tensor:
-    return _row(wide).view(torch.int16).view(-1, 2)
+def _view_as_halves(wide: Tensor) -> Tensor:
+    return _view_as_row(wide).view(torch.int16).view(-1, 2)
 
 
-def split_(wide: Tensor, high: Tensor, low: Tensor) -> None:
+def split_into_halves_(wide: Tensor, high: Tensor, low: Tensor) -> None:
     """Write an fp32 tensor into a bf16 and an int16 tensor of the same strides."""
-    halves = _halves(wide)
-    rest = _row(low).copy_(halves[:, _LOW])
-    torch.sub(halves[:, _HIGH], rest >> 15, out=_row(high).view(torch.int16))
+    halves = _view_as_halves(wide)
+    rest = _view_as_row(low).copy_(halves[:, _LOW])
+    torch.sub(halves[:, _HIGH], rest >> 15, out=_view_as_row(high).view(torch.int16))
     # The NaN of a GPU has all bits set: with the carry it would be a zero.
-    _row(high).masked_fill_(_row(wide).isnan(), math.nan)
+    _view_as_row(high).masked_fill_(_view_as_row(wide).isnan(), math.nan)
 
 
-def join(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 tensor that `split_` was given, bit by bit; a NaN may have another payload."""
+def merge_halves(high: Tensor, low: Tensor) -> Tensor:
+    """Return the fp32 tensor that `split_into_halves_` was given, bit by bit; a NaN may have another payload."""
     wide = torch.empty_like(high, dtype=torch.float32)
-    halves, rest = _halves(wide), _row(low)
+    halves, rest = _view_as_halves(wide), _view_as_row(low)
     halves[:, _LOW] = rest
     # No zero has a carry: one that was written into a weight since, as pruning does, would become a NaN.
-    carry = (rest >> 15).masked_fill_(_row(high) == 0, 0)
-    halves[:, _HIGH] = carry.add_(_row(high).view(torch.int16))
+    carry = (rest >> 15).masked_fill_(_view_as_row(high) == 0, 0)
+    halves[:, _HIGH] = carry.add_(_view_as_row(high).view(torch.int16))
     return wide
 
 
 def round_stochastically_(wide: Tensor, high: Tensor, generator: torch.Generator | None) -> None:
     """Round an fp32 tensor to one of the two nearest bf16 numbers, by chance; `wide` is overwritten."""
-    bits, nan = _row(wide).view(torch.int32), _row(wide).isnan()
+    bits, nan = _view_as_row(wide).view(torch.int32), _view_as_row(wide).isnan()
     bits += torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
-    _row(high).view(torch.int16).copy_(_halves(wide)[:, _HIGH])
-    _row(high).masked_fill_(nan, math.nan)
+    _view_as_row(high).view(torch.int16).copy_(_view_as_halves(wide)[:, _HIGH])
+    _view_as_row(high).masked_fill_(nan, math.nan)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class WeightFormatState(TypedDict):
     low_bits: dict[str, Tensor]
 
 
-class _Narrow(NamedTuple):
+class _NarrowParameter(NamedTuple):
     """A parameter in bf16."""
 
     name: str
@@ -121,15 +121,15 @@ class NarrowWeights:
         """
         self.format, self.seed, self.sums = weight_format, seed, sums
         self._model, self._slots, self._applied = model, list(slots), applied
-        self._narrow: dict[Tensor, _Narrow] = {}
+        self._narrow: dict[Tensor, _NarrowParameter] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
         self.gradient_format = sums
         """The format of the gradients of the last window."""
         for slot in self._slots:
-            _check_optimizer(slot.name, slot.optimizer)
+            _check_no_inner_optimizer(slot.name, slot.optimizer)
             slot.weights = self
         self.follow()
-        emit([_whole_step_finding(slot) for slot in self._slots if not _stands_pieces(slot.optimizer)])
+        emit([_build_whole_step_finding(slot) for slot in self._slots if not _can_step_in_pieces(slot.optimizer)])
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -139,12 +139,12 @@ class NarrowWeights:
     def follow(self) -> None:
         """Convert parameters that were added or unfrozen, and widen those that became a part of an island."""
         wide = set(map(id, _list_wide_parameters(self._model)))
-        names = {id(p): as_written(name) for name, p in self._model.named_parameters()}
+        names = {id(p): strip_compile_wrappers(name) for name, p in self._model.named_parameters()}
         for p in [p for p in self._narrow if p.dtype is not torch.bfloat16]:  # widened by an island, or by the user
             del self._narrow[p]
             p.grad_dtype = p.dtype  # type: ignore[attr-defined]
         for slot in self._slots:
-            for place, p in enumerate(owned_by(slot.optimizer)):
+            for place, p in enumerate(list_optimizer_parameters(slot.optimizer)):
                 name = names.get(id(p), f"{slot.name}.{place}")
                 if id(p) in wide:
                     self._widen(p)
@@ -158,12 +158,12 @@ class NarrowWeights:
         high, low = torch.empty_like(wide, dtype=torch.bfloat16), None
         if self.format == SPLIT:
             low = torch.empty_like(wide, dtype=torch.int16)
-            split_(wide, high, low)
+            split_into_halves_(wide, high, low)
         else:
             high.copy_(wide)
         p.grad = None
         p.data = high
-        self._narrow[p] = _Narrow(name, low)
+        self._narrow[p] = _NarrowParameter(name, low)
         # Adagrad makes its state when it is built, in the format that the weights have then.
         state: Any = optimizer.state.get(p, {})
         for key, value in state.items():
@@ -179,7 +179,7 @@ class NarrowWeights:
 
     def compute_in(self, precision: Precision) -> None:
         """Follow the model in a precision; one that does not compute from bf16 has all parameters in fp32."""
-        if takes_bf16(precision):
+        if can_take_bf16_weights(precision):
             self.follow()
             return
         for p in self.parameters:
@@ -190,16 +190,16 @@ class NarrowWeights:
     def share(self, ranks: Ranks) -> None:
         """Send rank 0's low bits to the other ranks, which have its weights already."""
         # As bytes: gloo sends no int16.
-        low = [_row(kept.low).view(torch.uint8) for kept in self._narrow.values() if kept.low is not None]
+        low = [_view_as_row(kept.low).view(torch.uint8) for kept in self._narrow.values() if kept.low is not None]
         if ranks.size > 1 and low:
-            send_from_rank_zero_(low, ranks)
+            broadcast_tensors_(low, ranks)
 
     def wide(self, p: Tensor) -> Tensor:
         """Return the value of a parameter in fp32, as a new tensor; one that is wide already is returned itself."""
         kept = self._narrow.get(p)
         if kept is None:
             return p.detach()
-        return p.detach().float() if kept.low is None else join(p.detach(), self._read_low_bits(p, kept.low))
+        return p.detach().float() if kept.low is None else merge_halves(p.detach(), self._read_low_bits(p, kept.low))
 
     def rounds_at_random(self, p: Tensor) -> bool:
         """Return whether an update may leave an element unchanged, and be right on average."""
@@ -212,7 +212,7 @@ class NarrowWeights:
             p.detach().copy_(value)
         else:
             wide = torch.empty_like(p, dtype=torch.float32).copy_(value)
-            split_(wide, p.detach(), self._read_low_bits(p, kept.low))
+            split_into_halves_(wide, p.detach(), self._read_low_bits(p, kept.low))
 
     def _read_low_bits(self, p: Tensor, low: Tensor) -> Tensor:
         """Return the low bits of a parameter, which may have been moved or laid out anew since they were stored."""
@@ -251,7 +251,7 @@ class NarrowWeights:
     def _pieces(self, optimizer: torch.optim.Optimizer) -> list[list[list[Tensor]]]:
         """Return the parameters with a gradient, by piece and by group."""
         groups = [[p for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
-        if not _stands_pieces(optimizer):
+        if not _can_step_in_pieces(optimizer):
             return [groups]
         found: list[list[list[Tensor]]] = []
         room, whole = 0, sum(p.numel() for parameters in groups for p in parameters)
@@ -306,7 +306,7 @@ class NarrowWeights:
     def _round(self, p: Tensor, wide: Tensor) -> None:
         kept, high = self._narrow[p], p.detach()
         if kept.low is not None:
-            split_(wide, high, kept.low)
+            split_into_halves_(wide, high, kept.low)
         else:
             round_stochastically_(wide, high, self._generator(kept.name, p.device))
 
@@ -361,20 +361,20 @@ class NarrowWeights:
 
 def _list_wide_parameters(model: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters of layers that need them in fp32."""
-    for module in islands(model).values():
+    for module in find_islands(model).values():
         yield from module.parameters()
     for module in model.modules():
         if isinstance(module, (*NORM_LAYERS, nn.RNNBase)):
             yield from module.parameters()
 
 
-def _stands_pieces(optimizer: torch.optim.Optimizer) -> bool:
+def _can_step_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer may be stepped several times an update, each time for other parameters."""
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     return type(optimizer).step.__module__.startswith(_STEPPED_IN_PIECES) and not hooks
 
 
-def _whole_step_finding(slot: OptimizerSlot) -> Finding:
+def _build_whole_step_finding(slot: OptimizerSlot) -> Finding:
     kind = type(slot.optimizer).__name__
     return Finding(
         "weights.whole_update",
@@ -391,10 +391,10 @@ def _whole_step_finding(slot: OptimizerSlot) -> Finding:
 def check_weight_format(name: object, sums: object, precision: Precision) -> None:
     """Raise UnknownName for unknown formats of weights and sums, and WrongUse for an unsuitable precision."""
     if name not in WEIGHT_FORMATS:
-        raise unknown_name("weight_format", name, WEIGHT_FORMATS)
+        raise build_unknown_name_error("weight_format", name, WEIGHT_FORMATS)
     if sums not in (FP32.name, BF16.name):
-        raise unknown_name("gradient_sums", sums, (FP32.name, BF16.name))
-    if not takes_bf16(precision):
+        raise build_unknown_name_error("gradient_sums", sums, (FP32.name, BF16.name))
+    if not can_take_bf16_weights(precision):
         raise WrongUse(
             f"weight_format={name!r} in {precision.name}",
             allowed="a precision whose products are computed from bf16 weights",
@@ -402,7 +402,7 @@ def check_weight_format(name: object, sums: object, precision: Precision) -> Non
         )
 
 
-def takes_bf16(precision: Precision) -> bool:
+def can_take_bf16_weights(precision: Precision) -> bool:
     """Return whether a precision computes with weights in bf16, so that they may be stored as such."""
     return precision.narrow is torch.bfloat16
 
@@ -414,7 +414,7 @@ def _check_parameter(name: str, p: Tensor) -> None:
             allowed="trained weights in float32 or bfloat16",
             do="model.float() before the optimizer is built",
         )
-    if distributed.is_shard(p):
+    if distributed.is_dtensor_shard(p):
         raise WrongUse(
             f"{name} under fully_shard, with weights to be stored in bf16",
             allowed="weight_format on one process, or on several that hold all weights",
@@ -428,7 +428,7 @@ def _check_parameter(name: str, p: Tensor) -> None:
         )
 
 
-def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
+def _check_no_inner_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
     inner = [v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)]
     if inner:
         raise WrongUse(

@@ -60,44 +60,44 @@ class CallOrder:
     def forward(self, *, last: bool, names: list[str]) -> None:
         """Record a forward pass, or raise WrongUse if it is out of order."""
         if self._forwards > self._backwards:
-            raise _order_error("forward() before backward() of the last micro-batch")
+            raise _build_order_error("forward() before backward() of the last micro-batch")
         if self._forwards and names != self._names:
-            raise _order_error(f"forward() for {names} in a window for {self._names}")
+            raise _build_order_error(f"forward() for {names} in a window for {self._names}")
         self._names, self._last = names, last
         self._forwards += 1
 
     def backward(self) -> None:
         """Record a backward pass, or raise WrongUse if it is out of order."""
         if self._forwards == self._backwards:
-            raise _order_error("backward() before forward()")
+            raise _build_order_error("backward() before forward()")
         self._backwards += 1
 
     def note(self, slots: Sequence[OptimizerSlot]) -> None:
         """Record how backward left weights and gradients, so that changes by other code are noticed."""
         # Version counters, so that no tensor is read; and ids, because a gradient may be replaced.
-        self._weights, self._gradients = _versions(slots)
+        self._weights, self._gradients = _list_versions(slots)
 
     def moved(self, slots: Sequence[OptimizerSlot]) -> tuple[bool, bool]:
         """Return whether weights, and whether gradients, were written since `note`."""
-        weights, gradients = _versions(slots)
+        weights, gradients = _list_versions(slots)
         return weights != self._weights, gradients != self._gradients
 
     def apply(self) -> None:
         """Raise WrongUse if the window is not complete."""
         if not self._forwards or self._forwards > self._backwards:
-            raise _order_error("apply() before forward() and backward()")
+            raise _build_order_error("apply() before forward() and backward()")
         if not self._last:
             # Gradients are synchronized across ranks in the last micro-batch, and only there.
-            raise _order_error("apply() after forward(last=False)")
+            raise _build_order_error("apply() after forward(last=False)")
 
 
-def _versions(slots: Sequence[OptimizerSlot]) -> tuple[list[int], list[tuple[int, int]]]:
+def _list_versions(slots: Sequence[OptimizerSlot]) -> tuple[list[int], list[tuple[int, int]]]:
     trained = [p for slot in slots for p in slot.gradients.trainable]
     gradients = [p.grad for p in trained if p.grad is not None]
     return [p._version for p in trained], [(id(g), g._version) for g in gradients]
 
 
-def _order_error(given: str) -> WrongUse:
+def _build_order_error(given: str) -> WrongUse:
     return WrongUse(
         given,
         allowed="forward() and backward(loss) for each micro-batch, with last=True for the last one, then apply()",

@@ -53,7 +53,7 @@ def parse_address(text: str, setting: str) -> StoreAddress:
     return StoreAddress(parts.scheme, parts.netloc, prefix)
 
 
-def check_installed() -> None:
+def check_obstore_installed() -> None:
     """Raise MissingExtra where obstore is not installed; it is not imported."""
     if find_spec("obstore") is None:
         raise MissingExtra(

@@ -132,7 +132,7 @@ ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _IN_HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
 
 
-def failure_in(error: Exception) -> Failure:
+def classify_store_error(error: Exception) -> Failure:
     """Return the failure that an error of obstore stands for."""
     text = str(error)
     if "redirect without LOCATION" in text:
@@ -153,7 +153,7 @@ def failure_in(error: Exception) -> Failure:
     return KINDS[_STATUSES.get(status, UNREACHABLE if status >= 500 and status != 501 else REFUSED)]
 
 
-def failure_in_environment(scheme: str) -> Failure | None:
+def find_environment_failure(scheme: str) -> Failure | None:
     """Return why the variables of the environment cannot lead to a store; None if they may.
 
     Variables without a value are removed: for obstore, they are values.

@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from halfstep.errors import StoreFailed
-from halfstep.store.address import StoreAddress, check_installed
+from halfstep.store.address import StoreAddress, check_obstore_installed
 from halfstep.store.failures import (
     CHANGED,
     ENDPOINTS,
@@ -33,8 +33,8 @@ from halfstep.store.failures import (
     SHORT,
     UNREACHABLE,
     Failure,
-    failure_in,
-    failure_in_environment,
+    classify_store_error,
+    find_environment_failure,
 )
 
 T = TypeVar("T")
@@ -78,14 +78,14 @@ class Store:
     """
 
     def __init__(self, address: StoreAddress, patience: float = PATIENCE) -> None:
-        check_installed()
+        check_obstore_installed()
         # Two threads are enough for one stream of requests; by default there is one for each core.
         os.environ.setdefault("TOKIO_WORKER_THREADS", "2")
         import obstore
 
         self.address, self.patience = address, patience
         self._obstore = obstore
-        if (wrong := failure_in_environment(address.scheme)) is not None:
+        if (wrong := find_environment_failure(address.scheme)) is not None:
             raise self._store_error(wrong, "")
         self._calls = threading.local()
         """`until`: the end of the patience of the call in progress, which the calls inside it share."""
@@ -126,7 +126,7 @@ class Store:
             try:
                 found = bytes(self._obstore.get(self._store, self._full(key), options=options).bytes())
             except Exception as error:
-                if not is_tried and _kind(error) == UNREACHABLE:
+                if not is_tried and _find_failure_kind(error) == UNREACHABLE:
                     is_tried = True
                     if self._answers_whole(key):
                         raise self._store_error(KINDS[NO_RANGES], key) from None
@@ -175,7 +175,7 @@ class Store:
                     )
             except Exception as error:
                 # A finished upload whose answer was lost or late looks like a failed one.
-                if _kind(error) in ONCE or not self._holds(key, file):
+                if _find_failure_kind(error) in ONCE or not self._holds(key, file):
                     raise
             self._check_written(key, size)
 
@@ -195,9 +195,9 @@ class Store:
                 self._obstore.put(self._single, self._full(key), content, mode=mode, use_multipart=False)
             except Exception as error:
                 # Our own earlier request may have been the one that succeeded: the content decides.
-                if _kind(error) not in ONCE and self._holds(key, io.BytesIO(content)):
+                if _find_failure_kind(error) not in ONCE and self._holds(key, io.BytesIO(content)):
                     return True
-                if _kind(error) == CHANGED:
+                if _find_failure_kind(error) == CHANGED:
                     return False
                 raise
             self._check_written(key, len(content))
@@ -228,7 +228,7 @@ class Store:
             except FileNotFoundError:
                 return None
             except Exception as error:
-                if _kind(error) in ONCE:
+                if _find_failure_kind(error) in ONCE:
                     # The answer to HEAD has no body; the one to GET has the reason.
                     self._obstore.get(self._store, self._full(key), options={"range": (0, 1)})
                 raise
@@ -306,12 +306,12 @@ class Store:
                 self._calls.until = until
                 return work()
             except Exception as error:
-                kind = _kind(error)
+                kind = _find_failure_kind(error)
                 is_over = time.monotonic() + pause > until
                 if is_over or (kind not in PASSING and kind not in ask_again):
                     # Without the library's error: its text has addresses, answers of the server and request ids.
                     raise (
-                        error if isinstance(error, StoreFailed) else self._store_error(failure_in(error), key)
+                        error if isinstance(error, StoreFailed) else self._store_error(classify_store_error(error), key)
                     ) from None
                 ask_again = () if kind in ask_again else ask_again
             finally:
@@ -337,5 +337,5 @@ class Store:
         return path[len(self.address.prefix) + 1 :] if self.address.prefix else path
 
 
-def _kind(error: Exception) -> str:
-    return error.kind if isinstance(error, StoreFailed) else failure_in(error).kind
+def _find_failure_kind(error: Exception) -> str:
+    return error.kind if isinstance(error, StoreFailed) else classify_store_error(error).kind

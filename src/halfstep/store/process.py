@@ -110,18 +110,18 @@ def serve() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(int(sys.argv[1]),), daemon=True).start()
     _allow_many_files()
     # Replies go through a copy of the pipe: a library that prints must not end up between them.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
-        replies.write(json.dumps(_reply(json.loads(line))) + "\n")
+        replies.write(json.dumps(_answer_store_request(json.loads(line))) + "\n")
         replies.flush()
     os._exit(0)
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     # Data workers that were forked hold the pipe open, so its end does not tell.
     while os.getppid() == parent:
         time.sleep(WATCH)
@@ -136,7 +136,7 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _reply(asked: Mapping[str, Any]) -> dict[str, object]:
+def _answer_store_request(asked: Mapping[str, Any]) -> dict[str, object]:
     module, _, name = asked["function"].partition(":")
     try:
         return {"done": getattr(importlib.import_module(module), name)(asked["request"])}

@@ -12,16 +12,16 @@ from torch.utils.data import default_collate
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from halfstep.data.dataset import Sample, Source
-from halfstep.data.image_io import scaled
+from halfstep.data.image_io import scale_to_unit_range
 from halfstep.precision.island import island
-from halfstep.tasks.models.timm_models import expected_pixels, imagewise_model
+from halfstep.tasks.models.timm_models import build_timm_model, choose_pixel_normalization
 from halfstep.tasks.options.classification import SCHEMA, ClassificationData, check
 from halfstep.tasks.shared import images
-from halfstep.tasks.shared.confusion import counted
-from halfstep.tasks.shared.sources import labeled
+from halfstep.tasks.shared.confusion import count_confusion
+from halfstep.tasks.shared.sources import build_labeled_sources
 from halfstep.train.metrics import Metrics, TopK
 from halfstep.train.signature import Preprocessing, Signature
-from halfstep.train.task import Judged, Prediction, Shown, Split, Task
+from halfstep.train.task import BatchQuality, Prediction, SampleDisplay, Split, Task
 
 RIGHT, WRONG = (0, 158, 115), (213, 94, 0)
 
@@ -43,10 +43,10 @@ class Classification(Task):
         super().begin(recipe)
         check(recipe)
         data = recipe.data
-        self._expect(expected_pixels(recipe.model, data.channels))
+        self._expect(choose_pixel_normalization(recipe.model, data.channels))
         self._classes: list[str] = []
         self._sources: dict[Split, Source] = {}
-        self._varied = _varied(data, self.preprocessing.resized)
+        self._varied = _build_training_transform(data, self.preprocessing.resized)
         self._strong = v2.RandAugment() if data.augment == "randaugment" else nn.Identity()
 
     @property
@@ -64,12 +64,12 @@ class Classification(Task):
         """Restore the class names and the normalization of a run."""
         self._classes = list(facts.get("classes", self._classes))
         mean, std = facts.get("mean", self.pixels.mean), facts.get("std", self.pixels.std)
-        self._expect(images.Pixels(tuple(mean), tuple(std)))
+        self._expect(images.PixelNormalization(tuple(mean), tuple(std)))
 
     def model(self) -> nn.Module:
         """Return the timm model of the recipe."""
         data = self.recipe.data
-        return imagewise_model(self.recipe.model, data.channels, len(self.classes), data.size)
+        return build_timm_model(self.recipe.model, data.channels, len(self.classes), data.size)
 
     def source(self, split: Split) -> Source:
         """Return the samples of a split; the data is read on the first call."""
@@ -83,7 +83,9 @@ class Classification(Task):
             image = self.preprocessing.resized(sample["image"])
         else:
             # Few torchvision transforms support 16-bit integers.
-            image = self._varied(sample["image"] if sample["image"].dtype == torch.uint8 else scaled(sample["image"]))
+            image = self._varied(
+                sample["image"] if sample["image"].dtype == torch.uint8 else scale_to_unit_range(sample["image"])
+            )
             # RandAugment clamps to 0..1, and floating-point images in a file may exceed that range.
             image = image if sample["image"].is_floating_point() else self._strong(image)
         return {**sample, "image": self.preprocessing.normalized(image)}
@@ -102,8 +104,8 @@ class Classification(Task):
         """Return the cross-entropy of a batch."""
         logits = model(batch["image"])
         if metrics is not None:
-            metrics.update(logits.detach(), _numbers(batch["label"]))
-        return _cross_entropy(logits, batch["label"], self.recipe.loss.label_smoothing)
+            metrics.update(logits.detach(), _convert_to_class_indices(batch["label"]))
+        return _compute_cross_entropy(logits, batch["label"], self.recipe.loss.label_smoothing)
 
     def metrics(self) -> Metrics:
         """Return the top-1 accuracy, and top-5 with more than five classes."""
@@ -111,12 +113,12 @@ class Classification(Task):
         # With five classes or fewer, top-5 accuracy is always 1.
         return Metrics({f"top{k}": TopK(k) for k in (1, 5) if k == 1 or classes > k})
 
-    def shown(self, model: nn.Module, batch: Sample) -> list[Shown]:
+    def shown(self, model: nn.Module, batch: Sample) -> list[SampleDisplay]:
         """Return each image with its label and its prediction; the frame is green where the two agree."""
-        scores, predicted = _chances(model(batch["image"])).max(1)
-        rows = zip(_numbers(batch["label"]).tolist(), predicted.tolist(), scores.tolist(), strict=True)
+        scores, predicted = _compute_probabilities(model(batch["image"])).max(1)
+        rows = zip(_convert_to_class_indices(batch["label"]).tolist(), predicted.tolist(), scores.tolist(), strict=True)
         return [
-            Shown(
+            SampleDisplay(
                 {"": self.pixels.shown(image)},
                 f"truth: {self.classes[truth]}\nanswer: {self.classes[answer]} ({score:.2f})",
                 frame=RIGHT if answer == truth else WRONG,
@@ -128,13 +130,15 @@ class Classification(Task):
         """Return the meaning of the frame colors."""
         return [("right", RIGHT), ("wrong", WRONG)]
 
-    def judge(self, predicted: Tensor, truth: Tensor) -> Judged:
+    def judge(self, predicted: Tensor, truth: Tensor) -> BatchQuality:
         """Return confusion counts and per-sample scores; samples are ranked by the probability of their true class."""
-        classes, chances = len(self.classes), _chances(predicted)
+        classes, chances = len(self.classes), _compute_probabilities(predicted)
         scores, answers = chances.max(1)
         right = chances.gather(1, truth.unsqueeze(1)).squeeze(1)
-        counts = counted(truth.unsqueeze(0), answers.unsqueeze(0), (classes, classes))[0]
-        return Judged(counts, {"score": scores, "score_of_truth": right}, right, {"truth": truth, "answer": answers})
+        counts = count_confusion(truth.unsqueeze(0), answers.unsqueeze(0), (classes, classes))[0]
+        return BatchQuality(
+            counts, {"score": scores, "score_of_truth": right}, right, {"truth": truth, "answer": answers}
+        )
 
     def signature(self) -> Signature:
         """Return the preprocessing, the classes and the outputs of the model."""
@@ -145,7 +149,7 @@ class Classification(Task):
         """Return the most likely class of one image, its score, and the five best classes."""
         device = next(model.parameters()).device
         batch = self.transform("val", {"image": image})["image"].unsqueeze(0).to(device)
-        scores, numbers = _chances(model(batch))[0].topk(min(5, len(self.classes)))
+        scores, numbers = _compute_probabilities(model(batch))[0].topk(min(5, len(self.classes)))
         best = [(self.classes[n], score) for n, score in zip(numbers.tolist(), scores.tolist(), strict=True)]
         return Prediction(
             values={
@@ -155,7 +159,7 @@ class Classification(Task):
             }
         )
 
-    def _expect(self, pixels: images.Pixels) -> None:
+    def _expect(self, pixels: images.PixelNormalization) -> None:
         data = self.recipe.data
         self.pixels = pixels
         # The shorter side before the center crop: photographs lose a border of one eighth (224 of 256 pixels, the
@@ -164,7 +168,7 @@ class Classification(Task):
         self.preprocessing = Preprocessing(data.channels, pixels.mean, pixels.std, resize=side, crop=data.size)
 
     def _read(self) -> None:
-        self._sources, names = labeled(self.recipe.data, self._classes, self.recipe.store)
+        self._sources, names = build_labeled_sources(self.recipe.data, self._classes, self.recipe.store)
         # Names restored from a run win: the weights are ordered by them.
         self._classes = self._classes or names
 
@@ -175,22 +179,24 @@ class Classification(Task):
 
 
 @island
-def _cross_entropy(logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
+def _compute_cross_entropy(logits: Tensor, label: Tensor, smoothing: float) -> Tensor:
     # An island: the log-sum-exp of many classes loses too much accuracy in 16 bits.
     return F.cross_entropy(logits, label, label_smoothing=smoothing)
 
 
 @island
-def _chances(logits: Tensor) -> Tensor:
+def _compute_probabilities(logits: Tensor) -> Tensor:
     return logits.softmax(1)
 
 
-def _numbers(label: Tensor) -> Tensor:
+def _convert_to_class_indices(label: Tensor) -> Tensor:
     """Return class indices; for mixed labels, the class with the larger share."""
     return label.argmax(1) if label.ndim == 2 else label
 
 
-def _varied(data: ClassificationData, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _build_training_transform(
+    data: ClassificationData, plain: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
     """Return the training transform; `plain` is that of validation."""
     if data.augment == "none":
         return plain

@@ -12,26 +12,32 @@ from torch import Tensor, nn
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from halfstep.data.dataset import Sample, Source
-from halfstep.data.image_io import scaled
+from halfstep.data.image_io import scale_to_unit_range
 from halfstep.errors import WrongUse
-from halfstep.precision.island import islands
+from halfstep.precision.island import find_islands
 from halfstep.precision.precision import Precision
 from halfstep.status_line import OnProgress
-from halfstep.tasks.latent_cache.cache import LatentSource, cached
-from halfstep.tasks.latent_cache.encoding import Encoding, doubts, measured_scale
-from halfstep.tasks.models.latent.model import Asked, Condition, LatentDiffusion
-from halfstep.tasks.models.latent.noise import DenoisingByNoise, Draws, divergence, reconstruction, squared_errors
-from halfstep.tasks.models.latent.pretrained import PartBuilder, latent_diffusion
-from halfstep.tasks.models.latent.sampling import classes_in_turn, first_conditions, sampled
+from halfstep.tasks.latent_cache.cache import LatentSource, load_or_encode_latents
+from halfstep.tasks.latent_cache.encoding import MomentEncoder, describe_scale_misfit, measure_latent_scale
+from halfstep.tasks.models.latent.model import Condition, ConditionSpec, LatentDiffusion
+from halfstep.tasks.models.latent.noise import (
+    DenoisingByNoise,
+    Draws,
+    compute_kl_divergence,
+    compute_reconstruction_loss,
+    compute_squared_errors,
+)
+from halfstep.tasks.models.latent.pretrained import PartBuilder, build_latent_diffusion
+from halfstep.tasks.models.latent.sampling import build_class_conditions, generate_images, read_first_conditions
 from halfstep.tasks.options.diffusion import SCHEMA, check
 from halfstep.tasks.shared import images
-from halfstep.tasks.shared.sources import pictured
+from halfstep.tasks.shared.sources import build_diffusion_sources
 from halfstep.train.metrics import Metric, Metrics, PeakSignalNoiseRatio
-from halfstep.train.task import Picture, Prediction, Split, Task, no_progress
-from halfstep.train.weights import digest
+from halfstep.train.task import Picture, Prediction, Split, Task, ignore_progress
+from halfstep.train.weights import compute_weights_digest
 
 
-def encoded_once(
+def cache_latents_if_possible(
     model: LatentDiffusion,
     precision: Precision,
     recipe: Any,
@@ -46,19 +52,19 @@ def encoded_once(
     assert model.autoencoder is not None
     data = recipe.data
     device = next(model.parameters()).device
-    encoding = Encoding(functools.partial(_moments, model, precision, device), image_of, device)
+    encoding = MomentEncoder(functools.partial(_compute_moments, model, precision, device), image_of, device)
     # A flip of the image is not a flip of its latents, so augmented data is encoded anew in every epoch.
     if data.augment != "none" or not data.cache_latents:
         return encoding.spread(sources["train"].source), []
     parts = {
         # The format is part of the key: latents that were encoded in bf16 differ from those in fp32.
-        "autoencoder": digest(model.autoencoder),
-        "format": computed_in(model, precision),
+        "autoencoder": compute_weights_digest(model.autoencoder),
+        "format": name_computed_format(model, precision),
         "size": str(data.size),
         "channels": str(data.channels),
     }
     kept = {
-        split: cached(encoding, source.source, parts=parts, on_progress=on_progress)
+        split: load_or_encode_latents(encoding, source.source, parts=parts, on_progress=on_progress)
         for split, source in sources.items()
     }
     for split, source in sources.items():
@@ -66,7 +72,7 @@ def encoded_once(
     return kept["train"].spread(), [line for latents in kept.values() for line in latents.notes]
 
 
-def computed_in(model: LatentDiffusion, precision: Precision) -> str:
+def name_computed_format(model: LatentDiffusion, precision: Precision) -> str:
     """Return the name of the format the autoencoder computes in, for the cache key.
 
     The autoencoder may be an island as a whole (by recipe or by a guard), or in some of its modules only.
@@ -74,13 +80,13 @@ def computed_in(model: LatentDiffusion, precision: Precision) -> str:
     assert model.autoencoder is not None
     if not precision.casts:
         return precision.name  # islands compute in tf32 where the run was asked to
-    raised = islands(model.autoencoder)
+    raised = find_islands(model.autoencoder)
     if "" in raised:
         return "fp32"
     return f"{precision.name} but for {', '.join(sorted(raised))}" if raised else precision.name
 
 
-def _moments(model: LatentDiffusion, precision: Precision, device: torch.device, images: Tensor) -> Tensor:
+def _compute_moments(model: LatentDiffusion, precision: Precision, device: torch.device, images: Tensor) -> Tensor:
     with precision.inference(device):
         return model.moments(images)
 
@@ -121,8 +127,8 @@ class Diffusion(Task):
         # An autoencoder has no condition; the setting in the recipe is for the denoiser.
         self.kind: str = "none" if options.stage == "autoencoder" else options.condition
         self.pixels, self.conditions = (
-            _center_normalization(data.channels),
-            _center_normalization(data.condition_channels),
+            _build_center_normalization(data.channels),
+            _build_center_normalization(data.condition_channels),
         )
         self.origins = PartBuilder(options, data, recipe.run.dir)
         self._view = v2.Compose([v2.Resize(data.size, antialias=True), v2.CenterCrop(data.size)])
@@ -166,10 +172,10 @@ class Diffusion(Task):
         """Return the autoencoder and the denoiser of the recipe as one model."""
         data = self.recipe.data
         width = self.embedding[-1] if self.embedding else 0
-        asked = Asked(self.kind, len(self.classes), data.condition_channels, width)
-        return latent_diffusion(self.recipe.model, data, asked, self.origins)
+        asked = ConditionSpec(self.kind, len(self.classes), data.condition_channels, width)
+        return build_latent_diffusion(self.recipe.model, data, asked, self.origins)
 
-    def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
+    def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = ignore_progress) -> list[str]:
         """Encode the data once where the autoencoder is frozen, and measure the scale of its latents.
 
         Return lines to report. Raise `BadData` if no scale can be measured.
@@ -179,12 +185,14 @@ class Diffusion(Task):
             return self.origins.notes
         if not self._sources:
             self._read()
-        moments, told_of = encoded_once(model, precision, self.recipe, self._sources, self._image, on_progress)
+        moments, told_of = cache_latents_if_possible(
+            model, precision, self.recipe, self._sources, self._image, on_progress
+        )
         lines = [*self.origins.notes, *told_of]
         if model.latent_scale > 0.0:
             # A scale that was published with the autoencoder stays; the user is only warned if it does not fit.
-            return lines + doubts(model.latent_scale.item(), moments)
-        scale = measured_scale(moments)
+            return lines + describe_scale_misfit(model.latent_scale.item(), moments)
+        scale = measure_latent_scale(moments)
         model.latent_scale.fill_(scale)
         return [*lines, f"latents are multiplied by {scale:.4g}, one over their standard deviation"]
 
@@ -214,12 +222,15 @@ class Diffusion(Task):
         """Return the sum of the autoencoder's and the denoiser's loss, as far as the stage trains them."""
         assert isinstance(model, LatentDiffusion)
         draws = Draws.for_model(model)
-        moments, latents = _latents(model, batch, draws)
+        moments, latents = _compute_batch_latents(model, batch, draws)
         losses: list[Tensor] = []
         told: dict[str, Tensor] = {}
         if moments is not None and not model.frozen:
             image, predicted = batch["image"], model.pixels(latents)
-            losses.append(reconstruction(predicted, image) + self.recipe.loss.kl * divergence(moments, image))
+            losses.append(
+                compute_reconstruction_loss(predicted, image)
+                + self.recipe.loss.kl * compute_kl_divergence(moments, image)
+            )
             told |= {"preds": predicted.detach(), "target": image}
         if model.denoiser is not None:
             # Detached: otherwise the autoencoder would learn latents that are easy to denoise but carry little
@@ -246,7 +257,7 @@ class Diffusion(Task):
         they exist.
         """
         assert isinstance(model, LatentDiffusion)
-        moments, latents = _latents(model, batch, None)
+        moments, latents = _compute_batch_latents(model, batch, None)
         decoded = model.pixels(latents)
         columns = [batch.get("image", decoded)]
         if moments is not None and not model.frozen:
@@ -257,7 +268,7 @@ class Diffusion(Task):
         shown = [[self.pixels.shown(image) for image in column] for column in columns]
         if self.kind == "image":
             shown.insert(0, [self.conditions.shown(image) for image in batch["condition"]])
-        return [images.side_by_side(row) for row in zip(*shown, strict=True)]
+        return [images.join_pictures(row) for row in zip(*shown, strict=True)]
 
     @property
     def generates(self) -> bool:
@@ -303,20 +314,20 @@ class Diffusion(Task):
         if condition is None or self.kind != "image":
             return pictures
         asked = [self.conditions.shown(image) for image in condition.given]
-        return [images.side_by_side(pair) for pair in zip(asked, pictures, strict=True)]
+        return [images.join_pictures(pair) for pair in zip(asked, pictures, strict=True)]
 
     def _read(self) -> None:
-        sources, names = pictured(self.recipe.data, self.kind, self.recipe.store)
+        sources, names = build_diffusion_sources(self.recipe.data, self.kind, self.recipe.store)
         self._sources = {split: LatentSource(source) for split, source in sources.items()}
         self._classes = self._classes or names
 
     def _image(self, sample: Sample) -> Tensor:
         return self._seen(sample["image"], self.pixels)
 
-    def _seen(self, image: Tensor, pixels: images.Pixels) -> Tensor:
+    def _seen(self, image: Tensor, pixels: images.PixelNormalization) -> Tensor:
         # Few torchvision transforms support 16-bit integers. 8-bit images are resized before the conversion, which is
         # cheaper.
-        return pixels.normalized(self._view(image if image.dtype == torch.uint8 else scaled(image)))
+        return pixels.normalized(self._view(image if image.dtype == torch.uint8 else scale_to_unit_range(image)))
 
     def _errors(self, model: LatentDiffusion, latents: Tensor, batch: Sample, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return the denoiser's squared error for each sample, and the timesteps it was evaluated at."""
@@ -326,7 +337,7 @@ class Diffusion(Task):
             # Classifier-free guidance needs a denoiser that has also learned to work without a condition.
             condition = condition.dropped(self.recipe.model.condition_drop)
         predicted = model.denoise(model.noise.noisy(latents, noise, timesteps), timesteps, condition)
-        return squared_errors(predicted, model.noise.target(latents, noise, timesteps)), timesteps
+        return compute_squared_errors(predicted, model.noise.target(latents, noise, timesteps)), timesteps
 
     def _condition(self, batch: Sample) -> Condition | None:
         return None if self.kind == "none" else Condition.of(batch[PARTS[self.kind]])
@@ -335,9 +346,9 @@ class Diffusion(Task):
         if self.kind == "none":
             return None
         if self.kind == "class":
-            return classes_in_turn(len(self.classes), count, device)
+            return build_class_conditions(len(self.classes), count, device)
         ready = functools.partial(self.transform, "val")
-        return first_conditions(self.source("val"), ready, PARTS[self.kind], count, device)
+        return read_first_conditions(self.source("val"), ready, PARTS[self.kind], count, device)
 
     def _samples(
         self,
@@ -345,30 +356,30 @@ class Diffusion(Task):
         count: int,
         condition: Condition | None,
         draws: Draws,
-        on_progress: OnProgress = no_progress,
+        on_progress: OnProgress = ignore_progress,
     ) -> Tensor:
         data = self.recipe.data
         shape = model.latent_shape(count, data.channels, data.size)
-        return sampled(model, self.recipe.model, shape, condition, draws, on_progress)
+        return generate_images(model, self.recipe.model, shape, condition, draws, on_progress)
 
     def _answered(self, model: LatentDiffusion, asked: Tensor) -> Prediction:
         predicted = self._samples(model, 1, Condition.of(asked), Draws.same_each_time())[0]
         pair = [self.conditions.shown(asked[0]), self.pixels.shown(predicted)]
         return Prediction(
-            values={"mean": (0.5 + 0.5 * predicted).clamp(0.0, 1.0).mean().item()}, overlay=images.side_by_side(pair)
+            values={"mean": (0.5 + 0.5 * predicted).clamp(0.0, 1.0).mean().item()}, overlay=images.join_pictures(pair)
         )
 
     def _reconstructed(self, model: LatentDiffusion, image: Tensor) -> Prediction:
-        _, latents = _latents(model, {"image": image}, None)
+        _, latents = _compute_batch_latents(model, {"image": image}, None)
         predicted = model.pixels(latents).clamp(-1.0, 1.0)
         # A perfect reconstruction would have an infinite PSNR.
-        error = max(reconstruction(predicted, image).item(), 1e-10)
+        error = max(compute_reconstruction_loss(predicted, image).item(), 1e-10)
         pair = [self.pixels.shown(image[0]), self.pixels.shown(predicted[0])]
         # The peak signal is 2: pixels lie in -1..1.
-        return Prediction(values={"psnr": 10.0 * math.log10(4.0 / error)}, overlay=images.side_by_side(pair))
+        return Prediction(values={"psnr": 10.0 * math.log10(4.0 / error)}, overlay=images.join_pictures(pair))
 
 
-def _latents(model: LatentDiffusion, batch: Sample, draws: Draws | None) -> tuple[Tensor | None, Tensor]:
+def _compute_batch_latents(model: LatentDiffusion, batch: Sample, draws: Draws | None) -> tuple[Tensor | None, Tensor]:
     """Return the moments and latents of a batch, from the cache or encoded now; without `draws`, latents are the mean.
 
     Without an autoencoder there are no moments, and the latents are the pixels.
@@ -379,6 +390,6 @@ def _latents(model: LatentDiffusion, batch: Sample, draws: Draws | None) -> tupl
     return moments, model.latents(moments, torch.zeros_like if draws is None else draws.normal)
 
 
-def _center_normalization(channels: int) -> images.Pixels:
+def _build_center_normalization(channels: int) -> images.PixelNormalization:
     """Return the normalization to -1..1 that diffusers' autoencoders expect."""
-    return images.Pixels((0.5,) * channels, (0.5,) * channels)
+    return images.PixelNormalization((0.5,) * channels, (0.5,) * channels)

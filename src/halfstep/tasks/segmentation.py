@@ -13,17 +13,17 @@ from torchvision import tv_tensors  # type: ignore[import-untyped]
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from halfstep.data.dataset import Sample, Source
-from halfstep.data.image_io import scaled
+from halfstep.data.image_io import scale_to_unit_range
 from halfstep.precision.precision import widen
-from halfstep.tasks.models.smp_models import pixelwise_model
+from halfstep.tasks.models.smp_models import build_segmentation_model
 from halfstep.tasks.options.segmentation import SCHEMA, STRIDES, SegmentationData, check
 from halfstep.tasks.shared import images
-from halfstep.tasks.shared.confusion import Overlap, counted, overlap_loss, overlaps
-from halfstep.tasks.shared.images import Shrunk, each_in_its_size, shrunk, tiled
-from halfstep.tasks.shared.sources import drawn_masks, masked
+from halfstep.tasks.shared.confusion import Overlap, compute_overlap_loss, compute_overlaps, count_confusion
+from halfstep.tasks.shared.images import ShrunkSource, run_in_tiles, run_without_padding, shrink_image_and_mask
+from halfstep.tasks.shared.sources import build_masked_sources, build_shape_masks
 from halfstep.train.metrics import Metrics
 from halfstep.train.signature import Preprocessing, Signature
-from halfstep.train.task import Judged, Picture, Prediction, Shown, Split, Task
+from halfstep.train.task import BatchQuality, Picture, Prediction, SampleDisplay, Split, Task
 
 TIES = 1e-3
 """The weight of pixel accuracy relative to the IoU when samples are ranked: it only breaks ties."""
@@ -47,8 +47,8 @@ class Segmentation(Task):
         check(recipe)
         self.classes = recipe.data.names or [str(number) for number in range(recipe.data.classes)]
         if recipe.data.name == "shapes" and not recipe.data.names:
-            self.classes = drawn_masks(recipe.data).classes
-        self.pixels = images.usual(recipe.data.channels)
+            self.classes = build_shape_masks(recipe.data).classes
+        self.pixels = images.choose_normalization(recipe.data.channels)
         self.stride = STRIDES.get(recipe.model.name, STRIDES["smp"])
         self.preprocessing = Preprocessing(
             recipe.data.channels,
@@ -62,7 +62,7 @@ class Segmentation(Task):
         # Padding is ignored too. Masks have at most 255 classes (0..254), so 255 is free.
         self.ignored: int = 255 if recipe.data.ignore_index is None else recipe.data.ignore_index
         self._sources: dict[Split, Source] = {}
-        self._augmented = _augmentation(recipe.data, self.ignored)
+        self._augmented = _build_augmentation(recipe.data, self.ignored)
         self._colored: nn.Module = nn.Identity()
         # ColorJitter's saturation is defined for RGB images only.
         if recipe.data.augment and recipe.data.channels == 3:
@@ -80,23 +80,23 @@ class Segmentation(Task):
         """Return the segmentation model of the recipe."""
         # Two classes need only one logit per pixel.
         outputs = 1 if self.recipe.data.classes == 2 else self.recipe.data.classes
-        return pixelwise_model(self.recipe.model, self.recipe.data.channels, outputs)
+        return build_segmentation_model(self.recipe.model, self.recipe.data.channels, outputs)
 
     def source(self, split: Split) -> Source:
         """Return the samples of a split, shrunk to data.max_side; the data is read on the first call."""
         if not self._sources:
-            self._sources = masked(self.recipe.data, self.recipe.store)
+            self._sources = build_masked_sources(self.recipe.data, self.recipe.store)
             if self.preprocessing.max_side is not None:
-                self._sources = {name: Shrunk(one, self.preprocessing) for name, one in self._sources.items()}
+                self._sources = {name: ShrunkSource(one, self.preprocessing) for name, one in self._sources.items()}
         return self._sources[split]
 
     def transform(self, split: Split, sample: Sample) -> Sample:
         """Shrink and normalize image and mask; for training, crop and augment them too."""
-        image, mask = shrunk(sample["image"], sample["mask"], self.preprocessing)
+        image, mask = shrink_image_and_mask(sample["image"], sample["mask"], self.preprocessing)
         if split == "train":
             # Few torchvision transforms support 16-bit integers. 8-bit images are cropped before the conversion, which
             # is cheaper.
-            image = image if image.dtype == torch.uint8 else scaled(image)
+            image = image if image.dtype == torch.uint8 else scale_to_unit_range(image)
             image, mask = self._augmented(tv_tensors.Image(image), tv_tensors.Mask(mask))
             # ColorJitter clamps to 0..1, and floating-point images in a file may exceed that range.
             image = image if sample["image"].is_floating_point() else self._colored(image)
@@ -112,8 +112,8 @@ class Segmentation(Task):
         sizes = torch.tensor([sample["mask"].shape for sample in samples])
         high, wide = sizes.amax(0).tolist()
         return {
-            "image": torch.stack([_pad(sample["image"], high, wide, 0.0) for sample in samples]),
-            "mask": torch.stack([_pad(sample["mask"], high, wide, self.ignored) for sample in samples]),
+            "image": torch.stack([_pad_bottom_right(sample["image"], high, wide, 0.0) for sample in samples]),
+            "mask": torch.stack([_pad_bottom_right(sample["mask"], high, wide, self.ignored) for sample in samples]),
             "size": sizes,
         }
 
@@ -123,18 +123,20 @@ class Segmentation(Task):
         logits = model(batch["image"]) if model.training else self._logits_of_whole_images(model, batch)
         if metrics is not None:
             metrics.update(_predict_classes(logits), batch["mask"].long())
-        return overlap_loss(logits, batch["mask"], self.ignored, self.recipe.loss.dice)
+        return compute_overlap_loss(logits, batch["mask"], self.ignored, self.recipe.loss.dice)
 
     def metrics(self) -> Metrics:
         """Return IoU and Dice over the split."""
         return Metrics({"overlap": Overlap(self.classes, self.ignored)})
 
-    def shown(self, model: nn.Module, batch: Sample) -> list[Shown]:
+    def shown(self, model: nn.Module, batch: Sample) -> list[SampleDisplay]:
         """Return the image, the true mask, the predicted mask, and their differences, for each sample."""
         predicted = _predict_classes(self._logits_of_whole_images(model, batch))
         scores = self.judge(predicted, batch["mask"].long()).figures["iou"].tolist()
         return [
-            Shown(self._panels(image[:, :high, :wide], truth[:high, :wide], answer[:high, :wide]), f"IoU {score:.2f}")
+            SampleDisplay(
+                self._panels(image[:, :high, :wide], truth[:high, :wide], answer[:high, :wide]), f"IoU {score:.2f}"
+            )
             for image, truth, answer, (high, wide), score in zip(
                 batch["image"], batch["mask"], predicted, batch["size"].tolist(), scores, strict=True
             )
@@ -142,19 +144,19 @@ class Segmentation(Task):
 
     def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
         """Return the colors of the classes, of ignored pixels and of mistakes."""
-        named = list(zip(self.classes, images.palette(len(self.classes)), strict=True))
+        named = list(zip(self.classes, images.list_class_colors(len(self.classes)), strict=True))
         none = [] if self.recipe.data.ignore_index is None else [("no class", images.IGNORED)]
         return [*named, *none, ("a mistake", images.MISTAKE)]
 
-    def judge(self, predicted: Tensor, truth: Tensor) -> Judged:
+    def judge(self, predicted: Tensor, truth: Tensor) -> BatchQuality:
         """Return confusion counts and per-sample figures; samples are ranked by IoU, then by pixel accuracy."""
         classes = len(self.classes)
         # Ignored pixels are counted in an extra row that is then dropped; boolean indexing would synchronize the
         # device.
         rows = torch.where(truth == self.ignored, classes, truth)
-        tables = counted(rows, predicted, (classes + 1, classes))[:, :classes]
-        figures = overlaps(tables)
-        return Judged(tables.sum(0), figures, figures["iou"] + TIES * figures["accuracy"])
+        tables = count_confusion(rows, predicted, (classes + 1, classes))[:, :classes]
+        figures = compute_overlaps(tables)
+        return BatchQuality(tables.sum(0), figures, figures["iou"] + TIES * figures["accuracy"])
 
     def signature(self) -> Signature:
         """Return the preprocessing, the classes and the outputs of the model."""
@@ -178,14 +180,16 @@ class Segmentation(Task):
             values={f"pixels_{name}": share for name, share in zip(self.classes, shares.tolist(), strict=True)},
             # A mask of 0 and 1 would look black in an image viewer.
             mask=drawn * 255 if classes == 2 else drawn,
-            overlay=images.laid_over(images.as_picture(image), drawn, classes),
-            legend=list(zip(self.classes, images.palette(classes), strict=True))[1:],
+            overlay=images.overlay_mask(images.convert_to_picture(image), drawn, classes),
+            legend=list(zip(self.classes, images.list_class_colors(classes), strict=True))[1:],
         )
 
     def _logits_of_whole_images(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return logits of whole images, each in its own size and in tiles where it is large."""
         data, sizes = self.recipe.data, [(high, wide) for high, wide in batch["size"].tolist()]
-        return each_in_its_size(lambda x: tiled(model, x, data.tile, data.overlap, self.stride), batch["image"], sizes)
+        return run_without_padding(
+            lambda x: run_in_tiles(model, x, data.tile, data.overlap, self.stride), batch["image"], sizes
+        )
 
     def _panels(self, image: Tensor, truth: Tensor, answer: Tensor) -> dict[str, Picture]:
         judged = torch.where(truth == self.ignored, -1, answer.long()).cpu().numpy()
@@ -193,9 +197,9 @@ class Segmentation(Task):
         picture, classes = self.pixels.shown(image), len(self.classes)
         return {
             "image": picture,
-            "truth": images.painted(known, classes),
-            "prediction": images.painted(judged, classes),
-            "mistakes": images.marked(picture, known != judged),
+            "truth": images.color_mask(known, classes),
+            "prediction": images.color_mask(judged, classes),
+            "mistakes": images.mark_mistakes(picture, known != judged),
         }
 
 
@@ -204,11 +208,11 @@ def _predict_classes(logits: Tensor) -> Tensor:
     return (logits.squeeze(1) > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
 
 
-def _pad(tensor: Tensor, high: int, wide: int, value: float) -> Tensor:
+def _pad_bottom_right(tensor: Tensor, high: int, wide: int, value: float) -> Tensor:
     return F.pad(tensor, (0, wide - tensor.shape[-1], 0, high - tensor.shape[-2]), value=value)
 
 
-def _augmentation(data: SegmentationData, ignored: int) -> v2.Transform:
+def _build_augmentation(data: SegmentationData, ignored: int) -> v2.Transform:
     """Return the geometric augmentation, applied to both image and mask."""
     # Padding must not teach the background class.
     fill = {tv_tensors.Image: 0, tv_tensors.Mask: ignored}

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.data.dataset import BadSample, Sample, Source
-from halfstep.data.image_io import scaled
+from halfstep.data.image_io import scale_to_unit_range
 from halfstep.formats import widest_dtype
 from halfstep.precision.island import island
 from halfstep.status_line import OnProgress
-from halfstep.tasks.models.slots.model import slot_model, temporal_contrast
+from halfstep.tasks.models.slots.model import build_slot_model, compute_temporal_contrast
 from halfstep.tasks.options.slots import SCHEMA, check
 from halfstep.tasks.shared import images
-from halfstep.tasks.shared.confusion import counted
-from halfstep.tasks.shared.sources import clips, has_masks
+from halfstep.tasks.shared.confusion import count_confusion
+from halfstep.tasks.shared.sources import build_clip_sources, has_object_masks
 from halfstep.train.metrics import Metric, Metrics
 from halfstep.train.task import Picture, Prediction, Split, Task
 
@@ -28,7 +28,7 @@ MOST_FRAMES = 8
 GAP = 2
 
 
-def overlays(frames: Sequence[Picture], masks: Any, slots: int) -> list[Picture]:
+def draw_slot_overlays(frames: Sequence[Picture], masks: Any, slots: int) -> list[Picture]:
     """Return each frame in gray with the color of the owning slot over every pixel.
 
     `masks` holds slot indices, frames × height × width. Frames are gray because object colors mixed with slot colors
@@ -38,25 +38,25 @@ def overlays(frames: Sequence[Picture], masks: Any, slots: int) -> list[Picture]
     drawn = []
     for frame, mask in zip(frames, masks, strict=True):
         gray: Picture = frame.mean(2, keepdims=True).round().astype(np.uint8).repeat(3, 2)
-        drawn.append(images.laid_over(gray, _numbers(mask) + 1, slots + 1))
+        drawn.append(images.overlay_mask(gray, _convert_mask_to_array(mask) + 1, slots + 1))
     return drawn
 
 
-def clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any = None) -> Picture:
+def draw_clip_picture(frames: Sequence[Picture], masks: Any, slots: int, truth: Any = None) -> Picture:
     """Draw a row of frames, a row of their slots below it, and a row of the true objects where they are known."""
     shown = np.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).round().astype(int).tolist()
     some = [frames[n] for n in shown]
-    rows = [some, overlays(some, [masks[n] for n in shown], slots)]
+    rows = [some, draw_slot_overlays(some, [masks[n] for n in shown], slots)]
     if truth is not None:
         most = int(truth.max()) + 1
-        things = [_numbers(truth[n]) for n in shown]
-        rows.append([images.painted(mask, most) for mask in things])
+        things = [_convert_mask_to_array(truth[n]) for n in shown]
+        rows.append([images.color_mask(mask, most) for mask in things])
     # Transposed, so that the rows are stacked vertically.
-    columns = [images.side_by_side(row, GAP).swapaxes(0, 1) for row in rows]
-    return images.side_by_side(columns, GAP).swapaxes(0, 1)
+    columns = [images.join_pictures(row, GAP).swapaxes(0, 1) for row in rows]
+    return images.join_pictures(columns, GAP).swapaxes(0, 1)
 
 
-def _numbers(mask: Any) -> images.Mask:
+def _convert_mask_to_array(mask: Any) -> images.Mask:
     """Return a mask as an integer array; it may be an array, or a tensor on any device."""
     numbers: images.Mask = torch.as_tensor(mask).cpu().long().numpy()
     return numbers
@@ -68,7 +68,7 @@ UNIT = 2**40
 """Scores are summed as integer multiples of 1 / UNIT: exact to twelve digits, and independent of the order."""
 
 
-class _OverClips(Metric):
+class _ClipMetric(Metric):
     """The mean of a score over the clips that have one."""
 
     scores: Tensor
@@ -80,7 +80,7 @@ class _OverClips(Metric):
 
     def update(self, said: Tensor, truth: Tensor) -> None:
         """Add slot indices and object numbers, both clips × frames × height × width (or clips × anything)."""
-        counts = counted(truth, said, (THINGS, self.slots))
+        counts = count_confusion(truth, said, (THINGS, self.slots))
         # float64 where the device has it: float32 holds integers exactly only up to 2**24, fewer than a clip has pairs
         # of pixels.
         scores = self._scores(counts.to(widest_dtype(counts.device)))
@@ -97,7 +97,7 @@ class _OverClips(Metric):
         raise NotImplementedError
 
 
-class ForegroundAri(_OverClips):
+class ForegroundAri(_ClipMetric):
     """The adjusted Rand index over foreground pixels: 1 for a perfect partition, about 0 for a random one.
 
     How the background is divided does not count. For a clip with one object, one slot scores 1 and several score 0.
@@ -105,10 +105,10 @@ class ForegroundAri(_OverClips):
 
     def _scores(self, counts: Tensor) -> Tensor:
         things = counts[:, 1:]
-        together = _pairs(things).sum((1, 2))
-        in_truth, in_slots = _pairs(things.sum(2)).sum(1), _pairs(things.sum(1)).sum(1)
+        together = _count_pairs(things).sum((1, 2))
+        in_truth, in_slots = _count_pairs(things.sum(2)).sum(1), _count_pairs(things.sum(1)).sum(1)
         pixels = things.sum((1, 2))
-        by_chance = in_truth * in_slots / _pairs(pixels).clamp(min=1.0)
+        by_chance = in_truth * in_slots / _count_pairs(pixels).clamp(min=1.0)
         most = (in_truth + in_slots) / 2.0
         # The index is 0 / 0 where both partitions are a single group, or where every pixel is its own group: they
         # agree.
@@ -116,7 +116,7 @@ class ForegroundAri(_OverClips):
         return torch.where(pixels > 0, score, torch.nan)
 
 
-class BestOverlap(_OverClips):
+class BestOverlap(_ClipMetric):
     """Mean best overlap (mBO): for each object the IoU with its best slot, averaged over the objects of a clip."""
 
     def _scores(self, counts: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class BestOverlap(_OverClips):
         return torch.where(there, best, 0.0).sum(1) / there.sum(1)
 
 
-def _pairs(count: Tensor) -> Tensor:
+def _count_pairs(count: Tensor) -> Tensor:
     return count * (count - 1.0) / 2.0
 
 
@@ -163,7 +163,7 @@ class Slots(Task):
     def truth(self) -> bool:
         """Return whether the data has object masks, restored from a run or looked up in the data."""
         if self._truth is None:
-            self._truth = has_masks(self.recipe.data)
+            self._truth = has_object_masks(self.recipe.data)
         return self._truth
 
     @property
@@ -186,18 +186,18 @@ class Slots(Task):
     def model(self) -> nn.Module:
         """Return the slot model of the recipe."""
         data = self.recipe.data
-        return slot_model(self.recipe.model, data.channels, data.size, data.frames)
+        return build_slot_model(self.recipe.model, data.channels, data.size, data.frames)
 
     def source(self, split: Split) -> Source:
         """Return the clips of a split; the data is read on the first call."""
         if not self._sources:
-            self._sources = clips(self.recipe.data)
+            self._sources = build_clip_sources(self.recipe.data)
         return self._sources[split]
 
     def transform(self, split: Split, sample: Sample) -> Sample:
         """Resize whole frames to a square in -1..1; flip half of the training clips."""
         size = self.recipe.data.size
-        frames = scaled(sample["image"])
+        frames = scale_to_unit_range(sample["image"])
         if frames.shape[-2:] != (size, size):
             frames = F.interpolate(frames, (size, size), mode="bilinear", antialias=True)
         ready = {"image": frames * 2.0 - 1.0}
@@ -212,12 +212,12 @@ class Slots(Task):
         """Return the reconstruction loss plus the weighted token and temporal contrast losses."""
         seen, weights = model(batch["image"]), self.recipe.loss
         if metrics is not None and "mask" in batch:
-            metrics.update(owners(seen.shares.detach(), batch["mask"].shape[-2:]), batch["mask"])
+            metrics.update(find_owning_slots(seen.shares.detach(), batch["mask"].shape[-2:]), batch["mask"])
         loss: Tensor = seen.reconstruction + weights.tokens * seen.tokens
         if weights.contrast:
             # In evaluation each clip is contrasted with itself alone: otherwise its loss would depend on its batch.
             apart = [seen.slots] if model.training else seen.slots.split(1)
-            contrasts = [temporal_contrast(slots, weights.temperature) for slots in apart]
+            contrasts = [compute_temporal_contrast(slots, weights.temperature) for slots in apart]
             loss = loss + weights.contrast * torch.stack(contrasts).mean()
         return loss
 
@@ -228,11 +228,14 @@ class Slots(Task):
 
     def pictures(self, model: nn.Module, batch: Sample) -> list[Picture]:
         """Return, per clip, a row of frames, a row of owning slots, and a row of true masks where they are known."""
-        said = owners(model(batch["image"]).shares, batch["image"].shape[-2:])
+        said = find_owning_slots(model(batch["image"]).shares, batch["image"].shape[-2:])
         truths = batch.get("mask", [None] * len(said))
         return [
-            clip_picture(
-                [images.as_picture((frame + 1.0) / 2.0) for frame in clip], answer, self.recipe.model.slots, truth
+            draw_clip_picture(
+                [images.convert_to_picture((frame + 1.0) / 2.0) for frame in clip],
+                answer,
+                self.recipe.model.slots,
+                truth,
             )
             for clip, answer, truth in zip(batch["image"], said, truths, strict=True)
         ]
@@ -247,9 +250,11 @@ class Slots(Task):
         device, slots = next(model.parameters()).device, self.recipe.model.slots
         seen = model(self.transform("val", {"image": clip})["image"][None].to(device))
         # Frame by frame, to bound memory: a video may have a hundred times the model's pixels.
-        said = torch.cat([owners(shares, clip.shape[-2:]).cpu() for shares in seen.shares[0, :, None, None]])[:, 0]
+        said = torch.cat(
+            [find_owning_slots(shares, clip.shape[-2:]).cpu() for shares in seen.shares[0, :, None, None]]
+        )[:, 0]
         owned = torch.bincount(said.flatten(), minlength=slots).double() / said.numel()
-        laid_over = overlays([images.as_picture(frame) for frame in clip], said, slots)
+        laid_over = draw_slot_overlays([images.convert_to_picture(frame) for frame in clip], said, slots)
         return Prediction(
             values={
                 "frames": len(clip),
@@ -278,7 +283,7 @@ class Slots(Task):
 
 
 @island
-def owners(shares: Tensor, size: torch.Size) -> Tensor:
+def find_owning_slots(shares: Tensor, size: torch.Size) -> Tensor:
     """Return the slot with the largest share of each pixel, clips × frames × height × width.
 
     `shares` may have any resolution; they are interpolated to `size`.

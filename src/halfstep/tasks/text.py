@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.data.dataset import Sample, Source
-from halfstep.data.gguf_base import without_bars
-from halfstep.data.layout import data_place
-from halfstep.data.token_files import TOKENIZER, TokenArray, TokenIndex, read_index
+from halfstep.data.gguf_base import hide_progress_bars
+from halfstep.data.layout import resolve_data_path
+from halfstep.data.token_files import TOKENIZER, TokenArray, TokenIndex, read_token_index
 from halfstep.data.token_windows import TokenWindows
-from halfstep.data.tokenizing import python_tokens, read_tokenizer
+from halfstep.data.tokenizing import read_tokenizer, write_python_tokens
 from halfstep.errors import BadData, WrongUse
 from halfstep.precision.precision import Precision
 from halfstep.status_line import OnProgress
 from halfstep.step.loss import Counted
 from halfstep.tasks.models.text import adapters, building
-from halfstep.tasks.models.text.model import IGNORED, LanguageModel, check_model, compared_logits
+from halfstep.tasks.models.text.model import IGNORED, LanguageModel, check_document_separation, compare_logits
 from halfstep.tasks.options.text import NO_ADAPTER, NO_BASE, SCHEMA, check
 from halfstep.train.metrics import Metric, Metrics
-from halfstep.train.process_group import device_of
-from halfstep.train.task import Prediction, Split, Task, no_progress
+from halfstep.train.process_group import resolve_device
+from halfstep.train.task import Prediction, Split, Task, ignore_progress
 
 COMPARED = 64
 """Held-out windows that a merged model is compared on."""
@@ -71,7 +71,7 @@ class Text(Task):
         self._read()
         assert self._folder is not None
         # A base that changes between two launches makes another run, as data that changes does.
-        base = adapters.base_files(self.recipe.model.base) if split == "train" else []
+        base = adapters.list_base_files(self.recipe.model.base) if split == "train" else []
         tokens = TokenArray(self._folder, split, self._index)
         return TokenWindows(tokens, self.recipe.data.length, [(f"base/{path.name}", path) for path in base])
 
@@ -95,10 +95,10 @@ class Text(Task):
         if options.adapter.kind != NO_ADAPTER:
             return self._add_adapter()
         if self._config is not None:  # a finished run: its weights follow
-            return LanguageModel(building.new_model(building.config_from(self._config)))
+            return LanguageModel(building.build_random_model(building.restore_model_config(self._config)))
         if options.base == NO_BASE:
             self._known()
-            return LanguageModel(building.new_model(self._make_config()))
+            return LanguageModel(building.build_random_model(self._make_config()))
         language = building.load_base(options.base, options.download, dtype=torch.float32)
         self._fits(language.config)
         language.config.use_cache = False
@@ -109,13 +109,13 @@ class Text(Task):
         assert isinstance(model, LanguageModel)
         return adapters.widen_base(model, self.recipe.model, precision) if model.has_adapter else []
 
-    def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
+    def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = ignore_progress) -> list[str]:
         """Check that documents do not see each other, and how logits are computed."""
         assert isinstance(model, LanguageModel)
         lines = self.store_frozen(model, precision)
-        lines += adapters.parts_in_lines(model, self.recipe.model, precision) if model.has_adapter else []
+        lines += adapters.describe_model_parts(model, self.recipe.model, precision) if model.has_adapter else []
         with precision.inference(next(model.parameters()).device):
-            return [*lines, *check_model(model, self._vocabulary, self._end)]
+            return [*lines, *check_document_separation(model, self._vocabulary, self._end)]
 
     def loss(self, model: nn.Module, batch: Sample, metrics: Metrics | None = None) -> Counted:
         """Return the cross-entropy of the next tokens, summed, and their number."""
@@ -135,10 +135,10 @@ class Text(Task):
     def facts(self) -> dict[str, Any]:
         """Return the config, the tokenizer and its end token."""
         self._known()
-        config = self._config or building.as_plain(self._load_or_make_config())
+        config = self._config or building.convert_config_to_plain(self._load_or_make_config())
         return {
             "config": config,
-            "tokenizer": building.packed(self._tokenizer),
+            "tokenizer": building.pack_tokenizer(self._tokenizer),
             "end": self._end,
             "vocabulary": self._vocabulary,
             "tokens_per_byte": self._tokens_per_byte,
@@ -150,7 +150,7 @@ class Text(Task):
         if not facts:
             return
         self._config = facts["config"]
-        self._tokenizer = building.unpacked(facts["tokenizer"])
+        self._tokenizer = building.unpack_tokenizer(facts["tokenizer"])
         self._end, self._vocabulary = facts["end"], facts["vocabulary"]
         self._tokens_per_byte = dict(facts["tokens_per_byte"])
         self._base = str(facts.get("base", ""))
@@ -180,7 +180,7 @@ class Text(Task):
         new_tokens = int(min(options.new_tokens, most - 1))
         # The newest tokens, where a prompt is longer than what the model was trained with.
         prompt = tokens[-max(1, self.recipe.data.length - new_tokens) :].unsqueeze(0)
-        with adapters.computing(model):
+        with adapters.use_inference_precision(model):
             found = model.language.generate(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -206,7 +206,7 @@ class Text(Task):
         if merge and not model.has_adapter:
             raise WrongUse("a merge without an adapter", allowed="runs with model.adapter", do="leave --merge out")
         self._known()
-        with without_bars():
+        with hide_progress_bars():
             written, lines = self._merge_adapter(model) if merge else (model, [])
             written.inner.config.use_cache = True
             written.language.save_pretrained(folder)
@@ -216,11 +216,13 @@ class Text(Task):
             if model.has_adapter:
                 return [f"the adapter alone; its base is {self.recipe.model.base}, fingerprint {self._base}"]
             again = LanguageModel(building.load_base(str(folder), False, dtype=torch.float32))
-            return [compared_logits(model, again, self._vocabulary)]
+            return [compare_logits(model, again, self._vocabulary)]
 
     def _merge_adapter(self, model: LanguageModel) -> tuple[LanguageModel, list[str]]:
         """Return the merged model and its losses; raise `WrongUse` if it is worse."""
-        whole = adapters.merged(model, building.config_from(self._config or building.as_plain(model.inner.config)))
+        whole = adapters.build_merged_model(
+            model, building.restore_model_config(self._config or building.convert_config_to_plain(model.inner.config))
+        )
         with model.language.disable_adapter():
             base = self._measure_held_out_loss(model)
         losses = adapters.MergeLosses(base, self._measure_held_out_loss(model), self._measure_held_out_loss(whole))
@@ -236,7 +238,7 @@ class Text(Task):
         for first in range(0, len(numbers), TOGETHER):
             windows = (source.read(number) for number in numbers[first : first + TOGETHER])
             batch = self.collate("val", [self.transform("val", window) for window in windows])
-            with adapters.computing(model):
+            with adapters.use_inference_precision(model):
                 loss = self.loss(model.eval(), {name: tensor.to(device) for name, tensor in batch.items()})
             total, count = total + float(loss.sum), count + int(loss.count)
         return total / max(count, 1)
@@ -248,8 +250,8 @@ class Text(Task):
             return
         data = self.recipe.data
         python = data.name == "python"
-        self._folder = python_tokens(data.samples, data.vocabulary) if python else data_place(data.path)
-        self._index = index = read_index(self._folder)
+        self._folder = write_python_tokens(data.samples, data.vocabulary) if python else resolve_data_path(data.path)
+        self._index = index = read_token_index(self._folder)
         own = read_tokenizer(self._folder)
         if self._tokenizer is not None and own.get_vocab() != self._tokenizer.get_vocab():
             raise BadData(
@@ -267,32 +269,36 @@ class Text(Task):
             self._read()
 
     def _add_adapter(self) -> LanguageModel:
-        options, device = self.recipe.model, device_of(self.recipe.train.device)
+        options, device = self.recipe.model, resolve_device(self.recipe.train.device)
         if options.base == NO_BASE:
             self._known()
-            return adapters.with_adapter(options, self._make_config(), device)
-        is_here = bool(adapters.base_files(options.base))
+            return adapters.build_adapter_model(options, self._make_config(), device)
+        is_here = bool(adapters.list_base_files(options.base))
         if is_here:
-            self._base = adapters.base_fingerprint(options.base, self._base)
-        self._fits(building.base_config(options.base, options.download))
-        model = adapters.with_adapter(options, None, device)
+            self._base = adapters.compute_base_fingerprint(options.base, self._base)
+        self._fits(building.read_base_config(options.base, options.download))
+        model = adapters.build_adapter_model(options, None, device)
         if not is_here:  # downloaded by now
-            self._base = adapters.base_fingerprint(options.base, self._base)
+            self._base = adapters.compute_base_fingerprint(options.base, self._base)
         return model
 
     def _make_config(self) -> Any:
         options, length = self.recipe.model, self.recipe.data.length
-        return building.new_config(options, self._vocabulary, length, self._end)
+        return building.build_model_config(options, self._vocabulary, length, self._end)
 
     def _load_or_make_config(self) -> Any:
         options = self.recipe.model
-        return self._make_config() if options.base == NO_BASE else building.base_config(options.base, options.download)
+        return (
+            self._make_config()
+            if options.base == NO_BASE
+            else building.read_base_config(options.base, options.download)
+        )
 
     def _fits(self, config: Any) -> None:
         """Raise `BadData` where tokens and base do not belong together."""
         self._known()
         base = self.recipe.model.base
-        own = building.base_tokenizer(base)
+        own = building.find_base_tokenizer(base)
         place = own or f"{base}/{TOKENIZER}"
         if config.vocab_size < self._vocabulary or (
             own is not None and read_tokenizer(own).get_vocab() != self._tokenizer.get_vocab()

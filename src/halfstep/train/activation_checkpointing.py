@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 def checkpoint_activations(model: nn.Module) -> int:
     """Recompute the activations of every block of `model` in backward; return the number of blocks."""
-    found = list(blocks(model))
+    found = list(iterate_checkpointable_blocks(model))
     for block in found:
         # The instance's forward is replaced, not the module: names in the state dict stay the same.
         block.forward = functools.partial(_checkpoint_block, block, block.forward)  # type: ignore[method-assign]
     return len(found)
 
 
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
+def iterate_checkpointable_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost submodules that are worth checkpointing; a single layer has nothing to save.
 
     A model with a method `activation_blocks` names them itself.
@@ -33,8 +33,8 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
         # ModuleList and ModuleDict have no forward to wrap.
         if isinstance(child, _LISTS) or _holds_blocks(child):
-            yield from blocks(child)
-        elif _has_parts(child):
+            yield from iterate_checkpointable_blocks(child)
+        elif _has_submodules(child):
             yield child
 
 
@@ -47,11 +47,11 @@ def _holds_blocks(module: nn.Module) -> bool:
     Checkpointed as one block, it would recompute everything at once and save nothing.
     """
     if isinstance(module, nn.Sequential):
-        return any(map(_has_parts, module))
-    return any(isinstance(child, _LISTS) and any(map(_has_parts, child.children())) for child in module.children())
+        return any(map(_has_submodules, module))
+    return any(isinstance(child, _LISTS) and any(map(_has_submodules, child.children())) for child in module.children())
 
 
-def _has_parts(module: nn.Module) -> bool:
+def _has_submodules(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
@@ -61,14 +61,14 @@ def _checkpoint_block(block: nn.Module, forward: Any, *args: Any, **kwargs: Any)
         return forward(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _statistics_kept(block)
+        return nullcontext(), _preserve_batchnorm_statistics(block)
 
     # The reentrant variant needs an input that requires grad, takes no keyword arguments and has no context_fn.
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextmanager
-def _statistics_kept(block: nn.Module) -> Iterator[None]:
+def _preserve_batchnorm_statistics(block: nn.Module) -> Iterator[None]:
     """Keep the running statistics of batch normalization unchanged while the forward pass is repeated."""
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     kept = [(norm, norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in norms]

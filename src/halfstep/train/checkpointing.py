@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from halfstep import distributed
-from halfstep.checkpoint.commit import LEAVING, NotCommitted, Ruined, Saver, SaveResult, set_aside_since
-from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk, generations
+from halfstep.checkpoint.commit import LEAVING, CheckpointSaver, NotCommitted, Ruined, SaveResult, set_aside_checkpoints
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk, list_generations
 from halfstep.errors import (
     FolderLost,
     FolderTaken,
@@ -24,13 +24,13 @@ from halfstep.errors import (
     Stopped,
     StorageFailed,
     WeightsNotFinite,
-    add_option,
+    advise_adding_option,
 )
 from halfstep.files import write_text
 from halfstep.journal import events
 from halfstep.journal.events import Journal
-from halfstep.ownership import LOCK, Ownership, check_ownership, owner_of
-from halfstep.train.environment import environment
+from halfstep.ownership import LOCK, FolderOwnership, check_ownership, find_ownership
+from halfstep.train.environment import collect_environment
 from halfstep.train.replicas import Replicas
 from halfstep.train.save_interval import SaveClock
 from halfstep.train.state import PARAMETERS, RunObjects, State
@@ -49,28 +49,30 @@ SEEN = 10.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def check_writing(folder: Path, live: RunObjects, launch: str | None = None) -> None:
+def check_folder_writable(folder: Path, live: RunObjects, launch: str | None = None) -> None:
     """Write a file on every rank, and compare the free space with a checkpoint; every rank calls it.
 
     Raises FolderTaken if a rank cannot write to the folder, or has another one under its name, and StorageFailed
     where there is no room; on all ranks, with the number of the rank. The other ranks of a `launch` claim the folder
     that its rank 0 has locked.
     """
-    token: str = distributed.rank_zero_or_raise(lambda: secrets.token_hex(8))
+    token: str = distributed.run_on_rank_zero(lambda: secrets.token_hex(8))
     mark = folder / f".{PROBE}.{token}"
-    needed = int(distributed.summed(torch.tensor([checkpoint_size(live)])).item())
+    needed = int(distributed.sum_tensor_over_ranks(torch.tensor([estimate_checkpoint_size(live)])).item())
     try:
-        distributed.rank_zero_or_raise(lambda: _explain_failures(folder, lambda: write_text(mark, token)))
-        distributed.fail_together(lambda: _explain_failures(folder, lambda: _probe(folder, mark, needed)))
+        distributed.run_on_rank_zero(lambda: _run_explaining_failures(folder, lambda: write_text(mark, token)))
+        distributed.run_with_shared_errors(
+            lambda: _run_explaining_failures(folder, lambda: _probe_run_folder(folder, mark, needed))
+        )
         if launch is not None:
-            distributed.fail_together(lambda: _claim(folder, launch))
+            distributed.run_with_shared_errors(lambda: _claim_launch_folder(folder, launch))
     finally:
         if distributed.rank() == 0:
             with contextlib.suppress(OSError):  # as of a file that a network disk holds; the next launch removes it
                 Disk().remove(mark)
 
 
-def checkpoint_size(live: RunObjects) -> int:
+def estimate_checkpoint_size(live: RunObjects) -> int:
     """Return about how many bytes this rank writes for a checkpoint; those that other ranks write are not counted."""
     tensors = State.of(live).snapshot(live.progress.attempts, {}).tensors
     now = sum(tensor.nbytes for tensor in tensors.values())
@@ -81,7 +83,7 @@ def checkpoint_size(live: RunObjects) -> int:
     return now + 2 * sum(tensors[key].nbytes for name in trained if (key := f"{PARAMETERS}{name}") in tensors)
 
 
-def _probe(folder: Path, mark: Path, needed: int) -> None:
+def _probe_run_folder(folder: Path, mark: Path, needed: int) -> None:
     until = time.monotonic() + SEEN
     while not mark.exists():
         if time.monotonic() > until:
@@ -105,21 +107,21 @@ def _probe(folder: Path, mark: Path, needed: int) -> None:
         )
 
 
-def _claim(folder: Path, launch: str) -> None:
+def _claim_launch_folder(folder: Path, launch: str) -> None:
     """Claim the folder on a rank other than 0; raise FolderTaken if its lock is not that of this launch."""
     until = time.monotonic() + SEEN
-    while owner_of(folder) is None and Ownership.joined(folder, launch) is None:
+    while find_ownership(folder) is None and FolderOwnership.joined(folder, launch) is None:
         if time.monotonic() > until:
             raise FolderTaken(
                 f"{folder / LOCK} is not the lock of this launch here: another launch is using the folder",
                 allowed="one launch per folder",
-                do=f"stop the other one, or {add_option('new')} for a new folder",
+                do=f"stop the other one, or {advise_adding_option('new')} for a new folder",
             )
         time.sleep(0.05)
     check_ownership(folder)
 
 
-def _explain_failures(folder: Path, work: Callable[[], None]) -> None:
+def _run_explaining_failures(folder: Path, work: Callable[[], None]) -> None:
     try:
         work()
     except OSError as error:
@@ -134,12 +136,12 @@ def _explain_failures(folder: Path, work: Callable[[], None]) -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def diverged(given: str) -> WeightsNotFinite:
+def build_nonfinite_weights_error(given: str) -> WeightsNotFinite:
     """Return the error of a run that has no finite weights to save."""
     return WeightsNotFinite(
         given,
         allowed="weights that are finite",
-        do=f"{add_option('new')} to start again, with a lower optimizer.lr, or with train.clip_norm",
+        do=f"{advise_adding_option('new')} to start again, with a lower optimizer.lr, or with train.clip_norm",
     )
 
 
@@ -165,11 +167,11 @@ class RemoteCopy(Protocol):
 class Checkpoints:
     """The checkpoints of one run. Every rank calls the same methods at the same steps."""
 
-    def __init__(self, live: RunObjects, saver: Saver, journal: Journal) -> None:
+    def __init__(self, live: RunObjects, saver: CheckpointSaver, journal: Journal) -> None:
         self._live, self._saver, self._journal = live, saver, journal
         self.replicas = Replicas(live)
-        self.clock = SaveClock(live.recipe.checkpoint.every_minutes, distributed.size())
-        self._environment = environment(live.parts.stepper.device)
+        self.clock = SaveClock(live.recipe.checkpoint.every_minutes, distributed.count_ranks())
+        self._environment = collect_environment(live.parts.stepper.device)
         # Below every attempt: nothing was requested yet, also not at attempt 0.
         self._asked_for = -1
         self._held_back = False
@@ -209,10 +211,10 @@ class Checkpoints:
         self.finish()
         if self.last is None or self.last.generation is None:
             return False
-        before = generations(self.last.generation.path.parent)
-        left = set_aside_since(self.last.generation.path.parent, since, ruined)
+        before = list_generations(self.last.generation.path.parent)
+        left = set_aside_checkpoints(self.last.generation.path.parent, since, ruined)
         if left is not None and left != self.last.generation:
-            self._journal.note(f"{_name(self.last)} is set aside: its weights are bad", "info")
+            self._journal.note(f"{_name_saved_checkpoint(self.last)} is set aside: its weights are bad", "info")
             self.last = SaveResult(left.attempt, left, None, seconds=0.0, blocked=0.0, bytes=0)
             if self.remote is not None:
                 self.remote.upload(left, [one.name for one in before if one.number > left.number])
@@ -238,7 +240,7 @@ class Checkpoints:
     @property
     def name(self) -> str | None:
         """The name of the newest checkpoint on disk, or None."""
-        return None if self.last is None else _name(self.last)
+        return None if self.last is None else _name_saved_checkpoint(self.last)
 
     def close(self, seconds: float = LEAVING) -> None:
         """Wait so long for the save in progress and record it. Called at the end of every run, also of a failed one."""
@@ -265,7 +267,10 @@ class Checkpoints:
         now = self._live.progress.attempts
         if self.last is None or self.last.attempt < now:
             return f"step {now:,} was not saved: steps fail, and its weights may be bad"
-        return f"{_name(self.last)} was saved while steps failed, as there is no older one: its weights may be bad"
+        return (
+            f"{_name_saved_checkpoint(self.last)} was saved while steps failed, as there is no older one: its "
+            "weights may be bad"
+        )
 
     def stopped(self, signal: str, planned: int) -> None:
         """End the run with its last checkpoint: raise Stopped, or StorageFailed where that save failed."""
@@ -279,18 +284,23 @@ class Checkpoints:
                 allowed="a disk with room for a checkpoint",
                 do="make room, and start the run again with the same command: it continues from an earlier checkpoint",
             )
-        newest = f"{self.last.attempt:,} of {planned:,}: saved as {_name(self.last)}"
+        newest = f"{self.last.attempt:,} of {planned:,}: saved as {_name_saved_checkpoint(self.last)}"
         if self.doubt:
-            newest = f"{self._live.progress.attempts:,} of {planned:,}: {self.doubt}; the newest is {_name(self.last)}"
+            newest = (
+                f"{self._live.progress.attempts:,} of {planned:,}: {self.doubt}; the newest is "
+                f"{_name_saved_checkpoint(self.last)}"
+            )
         raise Stopped(f"stopped by {signal} at step {newest}", do="start it again with the same command to continue")
 
     def _nonfinite_stop_error(self, signal: str, planned: int) -> HalfstepError:
         """Return the error for weights that are non-finite: the disk is fine, and more room would not help."""
         at = f"stopped by {signal} at step {self._live.progress.attempts:,} of {planned:,}"
         if self.last is None:
-            return diverged(f"{at}, and nothing could be saved: the weights are not finite ({self._failure})")
+            return build_nonfinite_weights_error(
+                f"{at}, and nothing could be saved: the weights are not finite ({self._failure})"
+            )
         return Stopped(
-            f"{at}: the newest checkpoint is {_name(self.last)}; "
+            f"{at}: the newest checkpoint is {_name_saved_checkpoint(self.last)}; "
             f"the state since then is not finite and was not kept ({self._failure})",
             do="start it again with the same command to continue; if it ends the same way, change the recipe",
         )
@@ -302,7 +312,7 @@ class Checkpoints:
                 self.clock.timed(saved.blocked)
                 self._journal.emit(
                     events.SAVED,
-                    file=f"{CHECKPOINTS}/{_name(saved)}",
+                    file=f"{CHECKPOINTS}/{_name_saved_checkpoint(saved)}",
                     kind="checkpoint",
                     attempt=saved.attempt,
                     seconds=saved.seconds,
@@ -350,5 +360,5 @@ class Checkpoints:
         )
 
 
-def _name(saved: SaveResult) -> str:
+def _name_saved_checkpoint(saved: SaveResult) -> str:
     return saved.generation.name if saved.generation is not None else "nothing"

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep._version import __version__, installed_version
+from halfstep._version import __version__, find_package_version
 from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.errors import StateMismatch, check_same_keys
 from halfstep.precision import flags
-from halfstep.precision.hardware import describe
-from halfstep.recipe.strict_yaml import flat
-from halfstep.step.step_inputs import generator_states, set_generator_states
+from halfstep.precision.hardware import describe_device
+from halfstep.recipe.strict_yaml import iterate_dotted_keys
+from halfstep.step.step_inputs import collect_generator_states, set_generator_states
 
 INDIFFERENT = ("halfstep",)
 """Facts that are recorded but do not affect the bits."""
@@ -27,24 +27,24 @@ PREPARING = ("numpy", "pillow", "torchvision")
 """Packages that read and augment samples."""
 
 
-def environment(device: torch.device) -> dict[str, object]:
+def collect_environment(device: torch.device) -> dict[str, object]:
     """Return the versions, device, threads and torch flags that the bits of a run depend on."""
     return {
         # Recorded for the reader of a checkpoint; see INDIFFERENT.
         "halfstep": __version__,
         "torch": torch.__version__,
         "machine": platform.machine(),
-        "device": describe(str(device)).name,
+        "device": describe_device(str(device)).name,
         # Reductions on the CPU split by thread, so the number of threads changes the order of the sums.
         "threads": torch.get_num_threads(),
-        "flags": flags.read_flags(),
-        "packages": {name: installed_version(name) for name in PREPARING},
+        "flags": flags.read_fp32_flags(),
+        "packages": {name: find_package_version(name) for name in PREPARING},
     }
 
 
-def differences(then: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+def list_environment_changes(then: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return, in words, why a resume is not exact; an empty list where it is."""
-    before, after = dict(flat(then)), dict(flat(now))
+    before, after = dict(iterate_dotted_keys(then)), dict(iterate_dotted_keys(now))
     keys = [key for key in dict.fromkeys([*before, *after]) if key not in INDIFFERENT]
     return [
         f"{key} was {before.get(key)}, and is {after.get(key)}" for key in keys if before.get(key) != after.get(key)
@@ -54,7 +54,7 @@ def differences(then: Mapping[str, object], now: Mapping[str, object]) -> list[s
 _LONGEST_REF = 4096
 
 
-def git_revision(folder: Path) -> dict[str, str] | None:
+def read_git_revision(folder: Path) -> dict[str, str] | None:
     """Return the commit and branch that `folder` has checked out; None outside of a repository.
 
     Read from git's own files: a run need not have git installed, and starts no process for it. Whether files were
@@ -65,32 +65,32 @@ def git_revision(folder: Path) -> dict[str, str] | None:
             git = place / ".git"
             if git.exists():
                 # In another work tree, a file names git's folder.
-                return _revision_in(git if git.is_dir() else place / _line(git).removeprefix("gitdir: "))
+                return _read_git_head(git if git.is_dir() else place / _read_first_line(git).removeprefix("gitdir: "))
         except (OSError, ValueError):
             return None
     return None
 
 
-def _revision_in(git: Path) -> dict[str, str] | None:
-    head = _line(git / "HEAD")
+def _read_git_head(git: Path) -> dict[str, str] | None:
+    head = _read_first_line(git / "HEAD")
     if not head.startswith("ref: "):
-        return _revision(head, "")
+        return _parse_revision(head, "")
     ref = head.removeprefix("ref: ")
-    shared = git / _line(git / "commondir") if (git / "commondir").exists() else git
+    shared = git / _read_first_line(git / "commondir") if (git / "commondir").exists() else git
     for place in (git / ref, shared / ref):
         if place.is_file():
-            return _revision(_line(place), ref)
+            return _parse_revision(_read_first_line(place), ref)
     packed = shared / "packed-refs"
     lines = packed.read_text("utf-8", "replace").splitlines() if packed.is_file() else []
-    return next((_revision(line.split(" ")[0], ref) for line in lines if line.endswith(f" {ref}")), None)
+    return next((_parse_revision(line.split(" ")[0], ref) for line in lines if line.endswith(f" {ref}")), None)
 
 
-def _revision(commit: str, ref: str) -> dict[str, str] | None:
+def _parse_revision(commit: str, ref: str) -> dict[str, str] | None:
     is_digest = len(commit) in (40, 64) and all(letter in "0123456789abcdef" for letter in commit)
     return {"commit": commit, "branch": ref.removeprefix("refs/heads/")} if is_digest else None
 
 
-def _line(path: Path) -> str:
+def _read_first_line(path: Path) -> str:
     with path.open(encoding="utf-8", errors="replace") as file:
         return file.readline(_LONGEST_REF).strip()
 
@@ -138,7 +138,7 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def read_generators(device: torch.device) -> GeneratorStates:
+def collect_rng_states(device: torch.device) -> GeneratorStates:
     """Return the states of all generators as plain data and tensors."""
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -146,25 +146,25 @@ def read_generators(device: torch.device) -> GeneratorStates:
     return {
         "python": (version, torch.tensor(words), gauss),
         "numpy": (name, torch.tensor(np.asarray(keys, dtype=np.int64)), *rest),
-        "torch": generator_states(device),
+        "torch": collect_generator_states(device),
     }
 
 
-def check_generators(state: Any, device: torch.device) -> None:
-    """Raise StateMismatch where `set_generators` could not load `state`."""
-    own = read_generators(device)
+def check_rng_states(state: Any, device: torch.device) -> None:
+    """Raise StateMismatch where `restore_rng_states` could not load `state`."""
+    own = collect_rng_states(device)
     check_same_keys("random numbers", own, state)
     for name, generator in own.items():
-        if _form(generator) != _form(state[name]):
+        if _describe_generator_form(generator) != _describe_generator_form(state[name]):
             raise StateMismatch(
-                f"random numbers of {name} were saved in another form: {_form(state[name])}",
-                allowed=f"{_form(generator)}, as on this device",
+                f"random numbers of {name} were saved in another form: {_describe_generator_form(state[name])}",
+                allowed=f"{_describe_generator_form(generator)}, as on this device",
                 do="run it on the original kind of device, with the original versions",
             )
 
 
-def set_generators(state: Any, device: torch.device) -> None:
-    """Set all generators to a state that `check_generators` accepted."""
+def restore_rng_states(state: Any, device: torch.device) -> None:
+    """Set all generators to a state that `check_rng_states` accepted."""
     version, words, gauss = state["python"]
     name, keys, *rest = state["numpy"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -172,7 +172,7 @@ def set_generators(state: Any, device: torch.device) -> None:
     set_generator_states(state["torch"], device)
 
 
-def _form(generator: Any) -> list[Any]:
+def _describe_generator_form(generator: Any) -> list[Any]:
     """Return the kind of a generator and its number of words, regardless of its position."""
     if not isinstance(generator, (list, tuple)):
         return [type(generator).__name__]

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
-from halfstep.errors import StateMismatch, begin_again, check_same_keys
+from halfstep.errors import StateMismatch, advise_new_run, check_same_keys
 from halfstep.step.report import StepReport
-from halfstep.train.evaluation import values
+from halfstep.train.evaluation import compute_metric_values
 from halfstep.train.metrics import Metric, Metrics
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """The position of a run in its data, and its best evaluation so far."""
 
     epoch: int = 0
@@ -101,7 +101,7 @@ class EpochMetrics:
 
     def metric_values(self) -> dict[str, float]:
         """Return the metrics so far; empty before the first applied step, since some cannot compute without one."""
-        return values(self.metrics) if self.applied else {}
+        return compute_metric_values(self.metrics) if self.applied else {}
 
     def state_dict(self) -> EpochState:
         """Return the sums so far, with the metrics by name."""
@@ -111,7 +111,7 @@ class EpochMetrics:
             "attempted": self.attempted,
             "skipped": dict(self.skipped),
             "compute_groups": self._compute_groups(),
-            "metrics": {name: _state(metric) for name, metric in self._each()},
+            "metrics": {name: _collect_metric_state(metric) for name, metric in self._each()},
         }
 
     def check_state(self, state: EpochState) -> None:
@@ -119,14 +119,14 @@ class EpochMetrics:
         check_same_keys("the epoch so far", self.state_dict(), state)
         check_same_keys("metrics", [name for name, _ in self._each()], state["metrics"])
         for name, metric in self._each():
-            _check(f"metric {name!r}", _state(metric), state["metrics"][name])
+            _check_metric_state(f"metric {name!r}", _collect_metric_state(metric), state["metrics"][name])
 
     def load_state_dict(self, state: EpochState) -> None:
         """Load a state that `check_state` accepted."""
         self.loss_sum, self.applied, self.attempted = state["loss_sum"], state["applied"], state["attempted"]
         self.skipped = Counter(state["skipped"])
         for name, metric in self._each():
-            for path, part in _parts(metric):
+            for path, part in _list_submetrics(metric):
                 _load_metric(part, state["metrics"][name][path])
         if state["compute_groups"] is not None:
             # torchmetrics decides once, from the first update, which metrics share their state: a resume keeps that.
@@ -149,7 +149,7 @@ class MetricSums:
     """The sums of the metrics as state that a Stepper rolls back: a skipped step must not count in them."""
 
     def __init__(self, metrics: Any) -> None:
-        self._metrics = metrics if isinstance(metrics, Metrics) else _Foreign(metrics)
+        self._metrics = metrics if isinstance(metrics, Metrics) else _TorchmetricsSums(metrics)
 
     def state_dict(self) -> Any:
         """Return a snapshot; nothing is copied."""
@@ -160,70 +160,77 @@ class MetricSums:
         self._metrics.load_snapshot(state)
 
 
-class _Foreign:
+class _TorchmetricsSums:
     """A MetricCollection of torchmetrics, which updates its state in place."""
 
     def __init__(self, metrics: Any) -> None:
         # Not `metrics.items()`, which copies the state of metrics in one compute group.
-        self._metrics = [part for module in metrics.children() for _, part in _parts(module)]
+        self._metrics = [part for module in metrics.children() for _, part in _list_submetrics(module)]
 
     def snapshot(self) -> list[dict[str, object]]:
         # Lists only grow, so their length suffices to roll back, however long they are.
         return [
-            {"_update_count": metric._update_count, **{name: _to_length(v) for name, v in metric.metric_state.items()}}
+            {
+                "_update_count": metric._update_count,
+                **{name: _replace_by_length(v) for name, v in metric.metric_state.items()},
+            }
             for metric in self._metrics
         ]
 
     def load_snapshot(self, state: list[dict[str, object]]) -> None:
         for metric, saved in zip(self._metrics, state, strict=True):
             for name, value in saved.items():
-                setattr(metric, name, getattr(metric, name)[: value.length] if isinstance(value, _Length) else value)
+                setattr(
+                    metric, name, getattr(metric, name)[: value.length] if isinstance(value, _ListLength) else value
+                )
             # torchmetrics caches the result of compute(); the cached value is of the state that was rolled back.
             metric._computed = None
 
 
-class _Length(NamedTuple):
+class _ListLength(NamedTuple):
     length: int
 
 
-def _to_length(value: Any) -> Any:
-    return _Length(len(value)) if isinstance(value, list) else value
+def _replace_by_length(value: Any) -> Any:
+    return _ListLength(len(value)) if isinstance(value, list) else value
 
 
-def _parts(metric: Any) -> list[tuple[str, Any]]:
+def _list_submetrics(metric: Any) -> list[tuple[str, Any]]:
     """Return a metric and its submetrics, each with its path."""
     if isinstance(metric, Metric):
         return [("", metric)]
     return [(path, part) for path, part in metric.named_modules() if hasattr(part, "metric_state")]
 
 
-def _state(metric: Any) -> dict[str, dict[str, Any]]:
+def _collect_metric_state(metric: Any) -> dict[str, dict[str, Any]]:
     if isinstance(metric, Metric):
         return {"": metric.metric_state}
-    return {path: {"update_count": part._update_count, **part.metric_state} for path, part in _parts(metric)}
+    return {path: {"update_count": part._update_count, **part.metric_state} for path, part in _list_submetrics(metric)}
 
 
-def _check(what: str, own: Mapping[str, Mapping[str, object]], saved: Mapping[str, Mapping[str, object]]) -> None:
+def _check_metric_state(
+    what: str, own: Mapping[str, Mapping[str, object]], saved: Mapping[str, Mapping[str, object]]
+) -> None:
     check_same_keys(what, own, saved)
     for path, parts in own.items():
         check_same_keys(what, parts, saved[path])
         for name, value in parts.items():
-            if not _fits(value, saved[path][name]):
+            if not _fits_metric_state(value, saved[path][name]):
                 raise StateMismatch(
-                    f"{what}: {name} was {_shape_and_dtype(saved[path][name])}",
-                    allowed=f"{_shape_and_dtype(value)}, as it is now",
-                    do=f"use the run's original metrics, or {begin_again()}",
+                    f"{what}: {name} was {_describe_metric_value(saved[path][name])}",
+                    allowed=f"{_describe_metric_value(value)}, as it is now",
+                    do=f"use the run's original metrics, or {advise_new_run()}",
                 )
 
 
-def _fits(own: Any, saved: Any) -> bool:
+def _fits_metric_state(own: Any, saved: Any) -> bool:
     if not isinstance(own, Tensor) or not isinstance(saved, Tensor):
         return type(own) is type(saved)
     # A scalar state may become a table with the first batch.
     return own.dtype == saved.dtype and (own.ndim == 0 or own.shape == saved.shape)
 
 
-def _shape_and_dtype(value: Any) -> str:
+def _describe_metric_value(value: Any) -> str:
     return f"{tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
@@ -237,10 +244,12 @@ def _load_metric(metric: Any, state: Mapping[str, Any]) -> None:
             setattr(
                 metric,
                 name,
-                [_to_device(v, metric) for v in value] if isinstance(value, list) else _to_device(value, metric),
+                [_copy_to_device(v, metric) for v in value]
+                if isinstance(value, list)
+                else _copy_to_device(value, metric),
             )
     metric._update_count, metric._computed = state["update_count"], None
 
 
-def _to_device(value: Tensor, metric: Any) -> Tensor:
+def _copy_to_device(value: Tensor, metric: Any) -> Tensor:
     return value.to(metric.device, copy=True)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.data.dataset import Batch, Replaced
+from halfstep.data.dataset import Batch, ReplacedSample
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.loss import Counted
-from halfstep.step.sharded import reshard
+from halfstep.step.sharded import reshard_gathered_parameters
 from halfstep.train.metrics import Metrics
-from halfstep.train.task import Judged, Shown, Task
+from halfstep.train.task import BatchQuality, SampleDisplay, Task
 
 WORST, TYPICAL, ONE_OF_FEW = "worst", "typical", ""
 
@@ -31,7 +31,7 @@ class ChosenSample:
     why: str
 
 
-class Choosing:
+class SampleChooser:
     """A listener of an evaluation that stores the quality of each sample on the device until `chosen` is called."""
 
     def __init__(self, task: Task) -> None:
@@ -49,7 +49,7 @@ class Choosing:
         """Judge the outputs of a batch with the task, and add the result."""
         self.add(batch, self._task.judge(said, truth))
 
-    def add(self, batch: Batch, judged: Judged) -> None:
+    def add(self, batch: Batch, judged: BatchQuality) -> None:
         """Add the judged samples of a batch."""
         self._numbers += batch.ids
         self._quality.append(judged.quality)
@@ -70,24 +70,28 @@ class Choosing:
         # A non-finite quality sorts first: the sample is among the worst.
         quality = torch.cat(self._quality).float().nan_to_num(nan=-torch.inf).tolist()
         kinds = torch.cat(self._kinds).tolist() if self._kinds else [0] * len(quality)
-        return [ChosenSample(self._numbers[place], why) for place, why in worst_and_typical(quality, kinds, count)]
+        return [
+            ChosenSample(self._numbers[place], why) for place, why in choose_worst_and_typical(quality, kinds, count)
+        ]
 
 
-def worst_and_typical(quality: Sequence[float], kinds: Sequence[int], count: int) -> list[tuple[int, str]]:
+def choose_worst_and_typical(quality: Sequence[float], kinds: Sequence[int], count: int) -> list[tuple[int, str]]:
     """Return positions of samples with the reason for each; all of them, worst first, where `count` allows."""
     ascending = sorted(range(len(quality)), key=lambda place: quality[place])
     if len(ascending) <= count:
         return [(place, ONE_OF_FEW) for place in ascending]
     # The worst come from the lower half only: beyond it, variety would call an average sample the worst.
     many, middle = (count + 1) // 2, len(ascending) // 2
-    worst = _various(ascending, kinds, many, among=max(many, middle))
+    worst = _choose_varied_places(ascending, kinds, many, among=max(many, middle))
     usual = quality[ascending[middle]]
     rest = sorted(set(ascending) - set(worst), key=lambda place: (abs(quality[place] - usual), place))
-    typical = _various(rest, kinds, count // 2, among=len(rest), but=[kinds[place] for place in worst])
+    typical = _choose_varied_places(rest, kinds, count // 2, among=len(rest), but=[kinds[place] for place in worst])
     return [(place, WORST) for place in worst] + [(place, TYPICAL) for place in typical]
 
 
-def _various(places: Sequence[int], kinds: Sequence[int], count: int, among: int, but: Sequence[int] = ()) -> list[int]:
+def _choose_varied_places(
+    places: Sequence[int], kinds: Sequence[int], count: int, among: int, but: Sequence[int] = ()
+) -> list[int]:
     """Return the first `count` places, preferring kinds not seen yet within the first `among`."""
     left, taken, seen = list(places[:among]), list[int](), set(but)
     while left and len(taken) < count:
@@ -98,18 +102,18 @@ def _various(places: Sequence[int], kinds: Sequence[int], count: int, among: int
     return taken
 
 
-def beginning(why: str, name: str) -> str:
+def format_caption_start(why: str, name: str) -> str:
     """Return the start of a caption: why the sample was chosen, and its file name without folders."""
     short = PurePath(name).name
     return f"{why}: {short}" if why else short
 
 
-def caption(words: str, shown: Shown) -> str:
+def format_caption(words: str, shown: SampleDisplay) -> str:
     """Return a whole caption: one line above panels side by side, several lines below a single panel."""
     return ("\n" if len(shown.panels) == 1 else ", ").join(part for part in (words, shown.caption) if part)
 
 
-def described_choice(chosen: Sequence[ChosenSample], total: int) -> str:
+def describe_chosen_samples(chosen: Sequence[ChosenSample], total: int) -> str:
     """Return how many samples of how many are shown, and which."""
     worst, typical = (sum(one.why == why for one in chosen) for why in (WORST, TYPICAL))
     if not worst:
@@ -135,7 +139,7 @@ def _never_stop() -> bool:
     return False
 
 
-def evaluate(
+def evaluate_model(
     task: Task,
     model: nn.Module,
     batches: Iterable[Batch],
@@ -143,7 +147,7 @@ def evaluate(
     precision: Precision,
     device: torch.device,
     progress: Progress = lambda done, of: None,
-    left_out: Callable[[Sequence[Replaced]], None] = lambda samples: None,
+    left_out: Callable[[Sequence[ReplacedSample]], None] = lambda samples: None,
     begun: Callable[[SoFar], None] = lambda so_far: None,
     on_outputs: OnOutputs | None = None,
     stop: Callable[[], bool] = _never_stop,
@@ -157,7 +161,7 @@ def evaluate(
     metrics = task.metrics().to(device)
     sums: list[Tensor] = []
     # Sums stay on the device: reading them costs a synchronization, which only a listener pays.
-    begun(lambda: _mean(_total(sums), metrics))
+    begun(lambda: _compute_mean_metrics(_add_loss_sums(sums), metrics))
     # An iterable without a length is shown without a total.
     of = len(batches) if isinstance(batches, Sized) else 0
     # The caller's mode is restored, since a model may be evaluated outside of training.
@@ -168,21 +172,27 @@ def evaluate(
     try:
         with precision.inference(device):
             for done, batch in enumerate(batches, 1):
-                listeners: Any = metrics if on_outputs is None else _Both(metrics, functools.partial(on_outputs, batch))
+                listeners: Any = (
+                    metrics
+                    if on_outputs is None
+                    else _MetricsWithListener(metrics, functools.partial(on_outputs, batch))
+                )
                 sums.append(_sum_loss(task.loss(model, batch.tensors, listeners), len(batch.ids)))
                 left_out(batch.replaced)
                 progress(done, of)
                 if stopped := stop():
                     break
     finally:
-        reshard(model)
+        reshard_gathered_parameters(model)
         model.train(training)
     # Only the loss is summed here: metrics sum over the ranks in their own compute(). A rank that stopped takes part:
     # the others may be here already.
-    *total, stops = distributed.agree(torch.cat([_total(sums), torch.tensor([float(stopped)])])).tolist()
+    *total, stops = distributed.sum_counts_over_ranks(
+        torch.cat([_add_loss_sums(sums), torch.tensor([float(stopped)])])
+    ).tolist()
     if stops:
         raise StopEvaluation
-    return _mean(torch.tensor(total, dtype=torch.float64), metrics)
+    return _compute_mean_metrics(torch.tensor(total, dtype=torch.float64), metrics)
 
 
 def _iterate_in_step(
@@ -196,7 +206,9 @@ def _iterate_in_step(
     iterator, last = iter(batches), None
     while True:
         batch = next(iterator, None)
-        more, stops = distributed.summed(torch.tensor([batch is not None, stop()], dtype=torch.int64)).tolist()
+        more, stops = distributed.sum_tensor_over_ranks(
+            torch.tensor([batch is not None, stop()], dtype=torch.int64)
+        ).tolist()
         if stops:
             raise StopEvaluation
         if not more:
@@ -209,12 +221,12 @@ def _iterate_in_step(
             task.loss(model, last.tensors)
 
 
-def _mean(total: Tensor, metrics: Metrics) -> dict[str, float]:
+def _compute_mean_metrics(total: Tensor, metrics: Metrics) -> dict[str, float]:
     loss, count = total.tolist()
-    return {"loss": loss / max(count, 1.0), **values(metrics)}
+    return {"loss": loss / max(count, 1.0), **compute_metric_values(metrics)}
 
 
-class _Both:
+class _MetricsWithListener:
     """Metrics and one more listener of outputs and targets."""
 
     def __init__(self, metrics: Metrics, other: Callable[[Any, Any], None]) -> None:
@@ -227,23 +239,23 @@ class _Both:
             self._other(*args)
 
 
-def values(metrics: Metrics) -> dict[str, float]:
+def compute_metric_values(metrics: Metrics) -> dict[str, float]:
     """Return the computed metrics over all ranks; a metric with a value per class becomes `name_0`, `name_1`, ..."""
     with warnings.catch_warnings():
         # A rank may have had no batch: torchmetrics warns of compute() before update().
         warnings.filterwarnings("ignore", message="The ``compute`` method", category=UserWarning)
-        with distributed.waiting():
+        with distributed.mark_thread_waiting():
             computed = metrics.compute()
     found: dict[str, float] = {}
     for name, value in computed.items():
-        _add(found, name, value.tolist())
+        _add_metric_values(found, name, value.tolist())
     return found
 
 
-def _add(found: dict[str, float], name: str, numbers: Any) -> None:
+def _add_metric_values(found: dict[str, float], name: str, numbers: Any) -> None:
     if isinstance(numbers, list):
         for place, number in enumerate(numbers):
-            _add(found, f"{name}_{place}", number)
+            _add_metric_values(found, f"{name}_{place}", number)
     else:
         found[name] = float(numbers)
 
@@ -256,6 +268,6 @@ def _sum_loss(loss: Any, samples: int) -> Tensor:
     return torch.stack([total, torch.as_tensor(count).to(total)])
 
 
-def _total(sums: list[Tensor]) -> Tensor:
+def _add_loss_sums(sums: list[Tensor]) -> Tensor:
     """Return the sums in float64, on the host: not every device supports it."""
     return torch.stack(sums).cpu().to(torch.float64).sum(0) if sums else torch.zeros(2, dtype=torch.float64)

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from halfstep.errors import BadRecipe, UnknownName
 
 
-def freeze(model: nn.Module, parts: list[str]) -> list[str]:
+def freeze_parts(model: nn.Module, parts: list[str]) -> list[str]:
     """Freeze `parts`, dotted names of modules or parameters; return a line for each.
 
     The statistics of their batch normalization are frozen too, also after `model.train()`. Raises UnknownName for an
@@ -56,7 +56,7 @@ def _unknown_part_error(model: nn.Module, part: str) -> UnknownName:
     )
 
 
-class Still:
+class FrozenNormMixin:
     """A mixin for normalization layers with frozen statistics: `train()` has no effect."""
 
     def train(self, mode: bool = True) -> Any:
@@ -68,8 +68,8 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _make_frozen_class(kind: type[nn.Module]) -> type[nn.Module]:
-    if issubclass(kind, Still):
+    if issubclass(kind, FrozenNormMixin):
         return kind
     if kind not in _CLASSES:
-        _CLASSES[kind] = type(f"Still{kind.__name__}", (Still, kind), {"__module__": kind.__module__})
+        _CLASSES[kind] = type(f"Still{kind.__name__}", (FrozenNormMixin, kind), {"__module__": kind.__module__})
     return _CLASSES[kind]

@@ -13,38 +13,38 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep import distributed
-from halfstep.errors import Diverged, HalfstepError, OutOfMemory, RankFailed, reason_in
+from halfstep.errors import Diverged, HalfstepError, OutOfMemory, RankFailed, format_error_reason
 from halfstep.guard.alarms.spike import REFUSED
 from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, NOT_REPRODUCIBLE, PRECISION, STATE
 from halfstep.journal import events
-from halfstep.journal.jsonl import JOURNAL, saved_events
+from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
 from halfstep.out_of_memory import (
-    as_error,
-    for_workers,
+    convert_memory_error,
+    convert_worker_error,
     is_out_of_memory,
-    lacks_shared_memory,
-    lacks_threads,
+    is_shared_memory_error,
+    is_thread_limit_error,
 )
-from halfstep.recipe.fields import fields_of
+from halfstep.recipe.fields import build_recipe_fields
 from halfstep.recipe.schema import DataOptions, LossOptions, ModelOptions, Recipe
 from halfstep.recipe.sources import read_recipe
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.guarding import describe_guilty_samples
 from halfstep.train.loop import Loop
-from halfstep.train.microbatches import smaller_microbatches
+from halfstep.train.microbatches import choose_smaller_microbatches
 
 LOWER = 10
 """The divisor for a learning rate that was too high; also the factor above its recipe's that counts as a mistake."""
 
 
-def launcher(processes: int) -> list[str]:
+def build_launcher_words(processes: int) -> list[str]:
     """Return the words that launch halfstep with so many ranks."""
     if processes == 1:
         return ["halfstep"]
     return ["torchrun", "--nproc-per-node", str(processes), "-m", "halfstep"]
 
 
-def lower_lr(rate: float, rates: Sequence[float] = (), in_recipe: float | None = None) -> str:
+def suggest_lower_lr(rate: float, rates: Sequence[float] = (), in_recipe: float | None = None) -> str:
     """Return a learning rate to try instead of `rate`, which failed.
 
     `rates` are those of the last steps, `in_recipe` is the one in the recipe file. An lr far above the recipe's is
@@ -63,16 +63,16 @@ def lower_lr(rate: float, rates: Sequence[float] = (), in_recipe: float | None =
 _FIT = "halfstep.fit("
 
 
-def fit_command(recipe: object) -> str:
+def format_fit_call(recipe: object) -> str:
     """Return the call that trains a recipe in Python, as the journal of its run records it."""
     return f"{_FIT}{str(recipe)!r})" if isinstance(recipe, str | Path) else f"{_FIT}...)"
 
 
-def recipe_lr(command: str) -> float | None:
+def read_recipe_lr(command: str) -> float | None:
     """Return the learning rate in the file that `halfstep train RECIPE`, or `halfstep.fit('RECIPE')`, names; None
     if there is none.
     """
-    recipe = _recipe_named(command)
+    recipe = _parse_recipe_name(command)
     if recipe is None:
         return None
     try:
@@ -86,7 +86,7 @@ def recipe_lr(command: str) -> float | None:
         return None
 
 
-def _recipe_named(command: str) -> str | None:
+def _parse_recipe_name(command: str) -> str | None:
     if command.startswith(_FIT):
         with suppress(ValueError, SyntaxError):
             named = ast.literal_eval(command.removeprefix(_FIT).removesuffix(")"))
@@ -100,7 +100,7 @@ FAR = 10.0
 """Weights are ruined where their loss is this many times the first loss of the run."""
 
 
-class Losses:
+class LossHistory:
     """The losses of one run over all its launches. Without a journal nothing is known, and nothing is ruined."""
 
     def __init__(self, folder: Path) -> None:
@@ -109,7 +109,7 @@ class Losses:
         self._first: float | None = None
         waiting: list[int] = []
         """The attempts that left the weights in their present state."""
-        for attempt, loss, applied in _steps(folder):
+        for attempt, loss, applied in _read_step_losses(folder):
             if not waiting:
                 waiting = [attempt - 1]
             if math.isfinite(loss):
@@ -128,10 +128,10 @@ class Losses:
         return after - first > (FAR - 1) * abs(first)
 
 
-def _steps(folder: Path) -> list[tuple[int, float, bool]]:
+def _read_step_losses(folder: Path) -> list[tuple[int, float, bool]]:
     """Return attempt, loss and whether it was applied; the loss of a step that failed numerically is NaN."""
     told = []
-    for event in saved_events(folder / JOURNAL):
+    for event in iterate_saved_events(folder / JOURNAL):
         attempt, loss, applied = (event.get(key) for key in ("attempt", "loss", "applied"))
         if event["event"] == events.STEP and type(attempt) is int:
             # A loss refused as a spike is finite, and measures the weights.
@@ -145,28 +145,28 @@ OUT_OF_MEMORY = "out_of_memory"
 RECOMPUTE = "train.checkpoint_activations"
 
 
-def out_of_memory_error(loop: Loop, error: Exception, command: str) -> OutOfMemory | None:
+def build_oom_error(loop: Loop, error: Exception, command: str) -> OutOfMemory | None:
     """Return the error to raise instead of an out-of-memory error, here or on another rank; None for any other."""
-    line = functools.partial(command_line, loop.outputs.folder, command, permission=ACCEPT)
-    if lacks_threads(error) or lacks_shared_memory(error):
-        error = for_workers(error) or error
+    line = functools.partial(build_resume_command, loop.outputs.folder, command, permission=ACCEPT)
+    if is_thread_limit_error(error) or is_shared_memory_error(error):
+        error = convert_worker_error(error) or error
     if isinstance(error, OutOfMemory) and error.settings:
         # No permission: these settings may change in a resumed run.
-        again = command_line(loop.outputs.folder, command, error.settings, permission=None)
+        again = build_resume_command(loop.outputs.folder, command, error.settings, permission=None)
         return OutOfMemory(error.given, allowed=error.allowed, do=f"{error.more}; or {again}")
     elsewhere = isinstance(error, RankFailed) and error.out_of_memory
     if not is_out_of_memory(error) and not elsewhere:
         return None
     train, precision = loop.recipe.train, loop.parts.choice.precision.name
     what = "evaluating" if loop.is_evaluating else "in a step with"
-    do = line(_smaller(loop))
+    do = line(_suggest_smaller_settings(loop))
     doing = f"{what} micro-batches of {train.batch_size} samples in {precision}"
-    if distributed.size() > 1 and not elsewhere:
+    if distributed.count_ranks() > 1 and not elsewhere:
         doing = f"on rank {distributed.rank()} {doing}"
     failed = (
-        OutOfMemory(f"out of memory: {reason_in(error)}", allowed="a batch that fits into the memory", do=do)
+        OutOfMemory(f"out of memory: {format_error_reason(error)}", allowed="a batch that fits into the memory", do=do)
         if elsewhere
-        else as_error(error, doing, do)
+        else convert_memory_error(error, doing, do)
     )
     if failed is not None:
         failed.command, failed.precision = line, precision
@@ -174,11 +174,11 @@ def out_of_memory_error(loop: Loop, error: Exception, command: str) -> OutOfMemo
     return failed
 
 
-def _smaller(loop: Loop) -> Mapping[str, object]:
+def _suggest_smaller_settings(loop: Loop) -> Mapping[str, object]:
     """Return smaller settings where only the failure is known: half the batch, then recomputation, then resolution."""
     train = loop.recipe.train
     if train.batch_size > 1:
-        return smaller_microbatches(train.batch_size, train.microbatches, train.batch_size // 2)
+        return choose_smaller_microbatches(train.batch_size, train.microbatches, train.batch_size // 2)
     if not train.checkpoint_activations and not train.compile:
         return {RECOMPUTE: "true"}
     section, _, name = loop.task.resolution.partition(".")
@@ -204,7 +204,7 @@ ACCEPT, _NEW = Permission("--accept-recipe-change", "accept_recipe_change"), Per
 
 
 @dataclass(frozen=True)
-class GivenUp:
+class GiveUpReport:
     """The end of a run, in words."""
 
     why: str
@@ -227,7 +227,7 @@ class GivenUp:
         return {"error": self.why, "checkpoint_note": self.kept, **same}
 
 
-def give_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
+def give_up_run(loop: Loop, error: Diverged, command: str) -> GiveUpReport:
     """Return how the run ends; checkpoints that hold the failed weights are set aside.
 
     Every rank calls it at the same step.
@@ -236,24 +236,28 @@ def give_up(loop: Loop, error: Diverged, command: str) -> GivenUp:
     # A save in the background may hold the weights that failed.
     checkpoints.finish()
     none_is_good = False
-    if cause in _IN_THE_WEIGHTS and not _is_in_the_code(error) and since and checkpoints.last is not None:
+    if cause in _IN_THE_WEIGHTS and not _is_code_fault(error) and since and checkpoints.last is not None:
         # The weights are at fault: checkpoints saved with them, or on the way to them, are useless.
-        none_is_good = not checkpoints.set_aside(since, Losses(loop.outputs.folder).ruined)
-    do = error.do if _is_in_the_code(error) else _command(loop, cause, command, _NEW if none_is_good else ACCEPT)
-    good, kept = None if none_is_good else checkpoints.name, _describe_kept(checkpoints, none_is_good)
-    if do and cause == DIVERGENCE and not _is_in_the_code(error):
+        none_is_good = not checkpoints.set_aside(since, LossHistory(loop.outputs.folder).ruined)
+    do = (
+        error.do
+        if _is_code_fault(error)
+        else _build_remedy_command(loop, cause, command, _NEW if none_is_good else ACCEPT)
+    )
+    good, kept = None if none_is_good else checkpoints.name, _describe_kept_checkpoint(checkpoints, none_is_good)
+    if do and cause == DIVERGENCE and not _is_code_fault(error):
         kept = f"{kept}, with a lower learning rate"
     why = error.why or error.given
     if cause == DATA:
         why += describe_guilty_samples(loop.guarding.guilty)
-    return GivenUp(why, kept, do or error.do, good, cause, error.verdict)
+    return GiveUpReport(why, kept, do or error.do, good, cause, error.verdict)
 
 
-def _is_in_the_code(error: Diverged) -> bool:
+def _is_code_fault(error: Diverged) -> bool:
     return any(remedy["kind"] == "fix_code" for remedy in (error.verdict or {}).get("remedies", ()))
 
 
-def _describe_kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
+def _describe_kept_checkpoint(checkpoints: Checkpoints, none_is_good: bool) -> str:
     if checkpoints.last is None:
         return "no checkpoint was written: a new run starts from step 0"
     if none_is_good:
@@ -262,42 +266,44 @@ def _describe_kept(checkpoints: Checkpoints, none_is_good: bool) -> str:
     return f"the last good checkpoint is {checkpoints.name}, of step {at}: the run continues from it"
 
 
-def _command(loop: Loop, cause: str, command: str, permission: Permission) -> str | None:
+def _build_remedy_command(loop: Loop, cause: str, command: str, permission: Permission) -> str | None:
     """Return the full command where one setting is the remedy; None if the guard's message is better advice."""
     if cause in _CURED and loop.guarding.mode != REPAIR:
-        return command_line(loop.outputs.folder, command, {"guard": REPAIR}, None)
+        return build_resume_command(loop.outputs.folder, command, {"guard": REPAIR}, None)
     if cause == DIVERGENCE:
         guardian = loop.guarding.guardian
         rates = guardian.history().rates if guardian is not None else ()
-        rate = lower_lr(loop.recipe.optimizer.lr, rates, recipe_lr(command))
-        return command_line(loop.outputs.folder, command, {"optimizer.lr": float(rate)}, permission)
+        rate = suggest_lower_lr(loop.recipe.optimizer.lr, rates, read_recipe_lr(command))
+        return build_resume_command(loop.outputs.folder, command, {"optimizer.lr": float(rate)}, permission)
     return None
 
 
-def command_line(folder: Path, command: str, changes: Mapping[str, object], permission: Permission | None) -> str:
+def build_resume_command(
+    folder: Path, command: str, changes: Mapping[str, object], permission: Permission | None
+) -> str:
     """Return the command that resumes the run in `folder` with changed settings, from the original command."""
     # A run started from Python has no command line to repeat.
     if not command.startswith("halfstep "):
         more = f", {permission.argument}=True" if permission else ""
         return f"{command.removesuffix(')')}, settings={dict(changes)!r}{more})"
     line = _add_launcher(shlex.split(command))
-    words = _drop_words(line, {_NEW.flag, ACCEPT.flag}, {word for key in changes for word in _words_for(key)})
+    words = _drop_words(line, {_NEW.flag, ACCEPT.flag}, {word for key in changes for word in _list_setting_words(key)})
     if _NEW.flag in line and permission is not _NEW:  # it would start another run
-        words = [*_drop_words(words, set(), set(_words_for("run.dir"))), f"run.dir={folder}"]
+        words = [*_drop_words(words, set(), set(_list_setting_words("run.dir"))), f"run.dir={folder}"]
     settings = [f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in changes.items()]
     return shlex.join([*words, *settings, *([permission.flag] if permission else [])])
 
 
-def _words_for(key: str) -> list[str]:
+def _list_setting_words(key: str) -> list[str]:
     """Return the words that stand for a setting on the command line."""
-    fields = fields_of(Recipe[ModelOptions, DataOptions, LossOptions])
+    fields = build_recipe_fields(Recipe[ModelOptions, DataOptions, LossOptions])
     setting = fields.by_key.get(key) or fields.by_key.get(fields.keys_of.get(key, [key])[0])
     return [key, setting.key, setting.name, *setting.also] if setting else [key]
 
 
 def _add_launcher(words: list[str]) -> list[str]:
     """Return the command with its launcher: a checkpoint of several ranks cannot be resumed on one."""
-    return [*launcher(distributed.size()), *words[1:]]
+    return [*build_launcher_words(distributed.count_ranks()), *words[1:]]
 
 
 def _drop_words(words: Sequence[str], flags: Collection[str], names: Collection[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from halfstep.errors import BadData, Diverged, begin_again, check_same_keys
+from halfstep.errors import BadData, Diverged, advise_new_run, check_same_keys
 from halfstep.guard.alarms.spike import REFUSED
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.monitors.monitors import Meters
@@ -20,15 +20,15 @@ from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import DATA, GuardEvent
 from halfstep.journal import events
 from halfstep.journal.events import Journal
-from halfstep.numbers import first_few, many
+from halfstep.numbers import format_first_items, pluralize_noun
 from halfstep.recipe.schema import GuardOptions
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
 from halfstep.step.stepper import Stepper
-from halfstep.train.epoch_metrics import Progress
-from halfstep.train.failed_steps.writing import recording
+from halfstep.train.epoch_metrics import RunProgress
+from halfstep.train.failed_steps.writing import build_step_recorder
 
 
-def remedies_in(guards: Mapping[str, object]) -> Remedies | None:
+def read_guard_remedies(guards: Mapping[str, object]) -> Remedies | None:
     """Return the remedies in the guards' states of a checkpoint; None if the run had no guard.
 
     Raises BadData if the state is not one that a guard wrote.
@@ -36,16 +36,16 @@ def remedies_in(guards: Mapping[str, object]) -> Remedies | None:
     saved = guards.get(Guardian.name)
     if saved is None:
         return None
-    return _read(saved.get("remedies") if isinstance(saved, Mapping) else None)
+    return _validate_remedies(saved.get("remedies") if isinstance(saved, Mapping) else None)
 
 
-def remedies_of(result: Mapping[str, object]) -> Remedies:
-    """Return the remedies in the result of a finished run, if any; raise BadData like `remedies_in`."""
+def read_result_remedies(result: Mapping[str, object]) -> Remedies:
+    """Return the remedies in the result of a finished run, if any; raise BadData like `read_guard_remedies`."""
     plain = result.get("remedies", result.get("cures"))  # the name in results of earlier versions
-    return Remedies() if plain is None else _read(plain)
+    return Remedies() if plain is None else _validate_remedies(plain)
 
 
-def _read(plain: object) -> Remedies:
+def _validate_remedies(plain: object) -> Remedies:
     try:
         return TypeAdapter(Remedies).validate_python(plain)
     except ValidationError as error:
@@ -53,7 +53,7 @@ def _read(plain: object) -> Remedies:
         raise BadData(
             f"the guard's saved remedies are damaged: {'.'.join(map(str, first['loc']))} {first['msg']}",
             allowed="a checkpoint written by halfstep",
-            do=f"use another checkpoint, or {begin_again()}",
+            do=f"use another checkpoint, or {advise_new_run()}",
         ) from error
 
 
@@ -91,14 +91,14 @@ class DisabledGuard:
         return dict(self._state)
 
 
-def stateful(stepper: Stepper) -> list[Any]:
+def list_stateful_guards(stepper: Stepper) -> list[Any]:
     """Return the guards of `stepper` that have a state to save."""
     return [guard for guard in stepper.guards if hasattr(guard, "state_dict")]
 
 
-def check_guards(stepper: Stepper, saved: Mapping[str, Mapping[str, object]]) -> None:
+def check_guard_states(stepper: Stepper, saved: Mapping[str, Mapping[str, object]]) -> None:
     """Raise where a guard would refuse its saved state; change nothing."""
-    guards = {guard.name: guard for guard in stateful(stepper)}
+    guards = {guard.name: guard for guard in list_stateful_guards(stepper)}
     others = [name for name in guards if name not in OWN], [name for name in saved if name not in OWN]
     check_same_keys("guards of the run", *others)
     for name in guards.keys() & saved.keys():
@@ -109,9 +109,9 @@ def check_guards(stepper: Stepper, saved: Mapping[str, Mapping[str, object]]) ->
             copy.deepcopy(guards[name]).load_state_dict(saved[name])
 
 
-def put_guards(stepper: Stepper, saved: Mapping[str, Mapping[str, object]]) -> None:
+def load_guard_states(stepper: Stepper, saved: Mapping[str, Mapping[str, object]]) -> None:
     """Load the saved states of the guards; a guard that was not in the checkpoint starts fresh."""
-    guards = {guard.name: guard for guard in stateful(stepper)}
+    guards = {guard.name: guard for guard in list_stateful_guards(stepper)}
     for name, state in saved.items():
         if name in guards:
             guards[name].load_state_dict(state)
@@ -119,7 +119,7 @@ def put_guards(stepper: Stepper, saved: Mapping[str, Mapping[str, object]]) -> N
             stepper.guards.append(DisabledGuard(name, state))
 
 
-def without_remedies(saved: Mapping[str, Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
+def remove_saved_remedies(saved: Mapping[str, Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
     """Return the states without remedies: they were made for the precision that the run no longer uses."""
     kept = dict(saved)
     if Guardian.name in kept:
@@ -127,7 +127,7 @@ def without_remedies(saved: Mapping[str, Mapping[str, object]]) -> dict[str, Map
     return kept
 
 
-def with_counts_reset(
+def reset_skip_counts(
     now: Mapping[str, Mapping[str, object]], saved: Mapping[str, Mapping[str, object]]
 ) -> dict[str, Mapping[str, object]]:
     """Return the states with the counts of failed steps reset: skips under the old settings do not count."""
@@ -169,7 +169,7 @@ class Guarding:
                 mode=options.mode,
                 limits=limits,
                 tell=self._events.append,
-                record=recording(folder, stepper.model, lambda *note: self._notes.append(note)),
+                record=build_step_recorder(folder, stepper.model, lambda *note: self._notes.append(note)),
                 meters=self._meters,
             )
         self.rolled_back: Callable[[int], object] = lambda attempt: None
@@ -177,7 +177,7 @@ class Guarding:
         self.applied_at = 0
         """The attempt that made the present weights."""
         self._applied = 0
-        self.progress = Progress()
+        self.progress = RunProgress()
         """The position of the run, which holds what a resume needs of the alarm."""
         self.guilty: list[int] = []
         """The samples with non-finite values, of the last step that had any."""
@@ -247,4 +247,4 @@ def describe_guilty_samples(guilty: Sequence[int]) -> str:
     """Return text that names the samples of a verdict by their numbers in the data set; empty without samples."""
     if not guilty:
         return ""
-    return f" (in the data set: {many(len(guilty), 'sample')} {first_few(guilty)})"
+    return f" (in the data set: {pluralize_noun(len(guilty), 'sample')} {format_first_items(guilty)})"

@@ -16,20 +16,20 @@ from halfstep.data.dataset import (
     Samples,
     Source,
     ValSamples,
-    names_files,
-    notices_changes,
-    number_in_index,
-    seal_of,
+    can_detect_changes,
+    find_seal,
+    has_sample_files,
+    resolve_index_number,
 )
 from halfstep.data.fingerprint import Fingerprint, fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
 from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.data.recorded_files import RecordedFiles
 from halfstep.errors import BadData, RanksDisagree
-from halfstep.launch_variables import launched_rank
-from halfstep.train.machine import cores, cores_each
+from halfstep.launch_variables import read_launched_rank
+from halfstep.train.machine import count_cores, count_cores_per_rank
 from halfstep.train.setup import AnyRecipe
-from halfstep.train.signals import stop_at_once
+from halfstep.train.signals import interrupt_on_signal
 from halfstep.train.task import Split, Task
 
 T = TypeVar("T")
@@ -55,18 +55,22 @@ def make_loaders(
     Raises BadData for an empty split, and RanksDisagree where ranks see different data.
     """
     # An index of many shards takes minutes: a stop need not wait for it, and stops the other ranks too.
-    source = distributed.fail_together(lambda: _run_at_once(lambda: _require_samples(task, "train")))
+    source = distributed.run_with_shared_errors(lambda: _run_interruptibly(lambda: _require_samples(task, "train")))
     # Before anything is divided: a rank with other samples would leave the others waiting.
-    _require_same_data(source, distributed.fail_together(lambda: _run_at_once(lambda: _require_samples(task, "val"))))
+    _require_same_data(
+        source, distributed.run_with_shared_errors(lambda: _run_interruptibly(lambda: _require_samples(task, "val")))
+    )
     chosen = order or _choose_order(source, recipe)
-    train, reason = _train_loader(source, task, recipe, device, workers, chosen)
-    _watch_shards(train, source, recipe, chosen)
+    train, reason = _make_source_loader(source, task, recipe, device, workers, chosen)
+    _start_shard_checks(train, source, recipe, chosen)
     val = make_val_loader(task, recipe, device, train.workers)
     # Before the contents are read: what changes in between is noticed.
-    recorded = distributed.fail_together(lambda: _run_at_once(lambda: _record_files(train.samples, val.samples)))
+    recorded = distributed.run_with_shared_errors(
+        lambda: _run_interruptibly(lambda: _record_files(train.samples, val.samples))
+    )
     # Read by rank 0 for all: the ranks divide the same samples.
     sources = (source, val.samples.source)
-    read = distributed.rank_zero_or_raise(lambda: _run_at_once(lambda: fingerprint(*sources).as_dict()))
+    read = distributed.run_on_rank_zero(lambda: _run_interruptibly(lambda: fingerprint(*sources).as_dict()))
     data_fingerprint = replace(Fingerprint.from_dict(read), sources=sources)
     for files, part in zip(recorded, data_fingerprint.parts, strict=True):
         if files is not None:
@@ -77,46 +81,48 @@ def make_loaders(
 def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> TrainLoader:
     """Return a training loader for use without a run; the data is not fingerprinted."""
     source = _require_samples(task, "train")
-    return _train_loader(source, task, recipe, device, None, _choose_order(source, recipe))[0]
+    return _make_source_loader(source, task, recipe, device, None, _choose_order(source, recipe))[0]
 
 
 def _choose_order(source: Source, recipe: AnyRecipe) -> SavedOrder:
     """Return the order of a new run; rank 0 chooses it, since it may depend on the memory."""
-    if seal_of(source) is None and recipe.data.window in (None, "all"):
+    if find_seal(source) is None and recipe.data.window in (None, "all"):
         return RANDPERM
     from halfstep.data.choose_order import choose_order  # here, because folders need no index
 
-    batch = recipe.train.batch_size * recipe.train.microbatches * distributed.size()
-    nodes = max(1, distributed.size() // (launched_rank().local_world_size or 1))
-    given = (source, recipe.data.window, batch, nodes, distributed.size())
-    return SavedOrder(**distributed.rank_zero_or_raise(lambda: asdict(choose_order(*given))))
+    batch = recipe.train.batch_size * recipe.train.microbatches * distributed.count_ranks()
+    nodes = max(1, distributed.count_ranks() // (read_launched_rank().local_world_size or 1))
+    given = (source, recipe.data.window, batch, nodes, distributed.count_ranks())
+    return SavedOrder(**distributed.run_on_rank_zero(lambda: asdict(choose_order(*given))))
 
 
-def _watch_shards(train: TrainLoader, source: Source, recipe: AnyRecipe, order: SavedOrder) -> None:
+def _start_shard_checks(train: TrainLoader, source: Source, recipe: AnyRecipe, order: SavedOrder) -> None:
     """Let shards be verified in the background, and their chunks be announced."""
-    if (seal := seal_of(source)) is None:
+    if (seal := find_seal(source)) is None:
         return
     from halfstep.data.shard_bytes import Announcer  # here, because folders need no index
     from halfstep.data.shard_check import BackgroundCheck
 
     shards = seal.shards
     if shards.is_local:
-        train.background = BackgroundCheck(shards, recipe.train.seed or 0, distributed.rank(), distributed.size())
+        train.background = BackgroundCheck(
+            shards, recipe.train.seed or 0, distributed.rank(), distributed.count_ranks()
+        )
     train.announces_next_epoch = not shards.is_local
     # Of a store, more chunks than are open at once must not wait: they would be fetched after they were read.
     most = None if shards.is_local else order.window
-    train.announce = Announcer(lambda chunks: shards.announce(chunks, lambda n: number_in_index(source, n)), most)
+    train.announce = Announcer(lambda chunks: shards.announce(chunks, lambda n: resolve_index_number(source, n)), most)
 
 
-def _train_loader(
+def _make_source_loader(
     source: Source, task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None, saved: SavedOrder
 ) -> tuple[TrainLoader, str]:
     """Return the loader, and why it has its number of workers."""
     train, seed = recipe.train, recipe.train.seed or 0
     samples = Samples(source, functools.partial(task.transform, "train"), seed)
-    order = saved.of(len(source), seed, train.batch_size * train.microbatches * distributed.size())
+    order = saved.of(len(source), seed, train.batch_size * train.microbatches * distributed.count_ranks())
     collate = functools.partial(task.collate, "train")
-    workers, reason = _workers(samples, order, collate, recipe, device, workers)
+    workers, reason = _choose_workers(samples, order, collate, recipe, device, workers)
     loader = TrainLoader(
         samples,
         order,
@@ -127,8 +133,8 @@ def _train_loader(
         device=device,
         channels_last=train.channels_last,
         rank=distributed.rank(),
-        size=distributed.size(),
-        timeout=_timeout(source, recipe),
+        size=distributed.count_ranks(),
+        timeout=_compute_sample_timeout(source, recipe),
     )
     return loader, reason
 
@@ -144,19 +150,19 @@ def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers
         device=device,
         channels_last=train.channels_last,
         rank=distributed.rank(),
-        size=distributed.size(),
-        timeout=_timeout(source, recipe),
+        size=distributed.count_ranks(),
+        timeout=_compute_sample_timeout(source, recipe),
     )
 
 
-def _timeout(source: Source, recipe: AnyRecipe) -> float:
+def _compute_sample_timeout(source: Source, recipe: AnyRecipe) -> float:
     """Return the seconds for a sample; a store has its own patience before."""
-    seal = seal_of(source)
+    seal = find_seal(source)
     return recipe.data.timeout + (seal.shards.patience if seal and recipe.data.timeout else 0.0)
 
 
-def _run_at_once(work: Callable[[], T]) -> T:
-    with stop_at_once():
+def _run_interruptibly(work: Callable[[], T]) -> T:
+    with interrupt_on_signal():
         return work()
 
 
@@ -171,7 +177,7 @@ def _require_same_data(*sources: Source) -> None:
     """Raise RanksDisagree where ranks see different samples: each would train on its own, or wait forever."""
     # The length and first name suffice to find a wrong path, and cost nothing on a large set.
     seen = " and ".join(f"{len(source)} samples from {source.name(0)}" for source in sources)
-    by_rank = distributed.from_all(seen)
+    by_rank = distributed.gather_texts(seen)
     other = next((rank for rank, text in enumerate(by_rank) if text != by_rank[0]), None)
     if other is not None:
         raise RanksDisagree(
@@ -186,19 +192,19 @@ def _record_files(*both: Samples | ValSamples) -> list[RecordedFiles | None]:
     recorded: list[RecordedFiles | None] = []
     for samples in both:
         files = None
-        if names_files(samples.source) and not notices_changes(samples.source):
+        if has_sample_files(samples.source) and not can_detect_changes(samples.source):
             files = samples.change_of = RecordedFiles(samples.source)
         recorded.append(files)
     return recorded
 
 
-def _workers(
+def _choose_workers(
     samples: Samples, order: Order, collate: Collate, recipe: AnyRecipe, device: torch.device, measured: int | None
 ) -> tuple[int, str]:
     """Return the recipe's number of workers; `auto` is measured once per run, on rank 0."""
     if recipe.train.num_workers != "auto":
         # Limit the workers to the cores: more only take turns, and torch warns about them in every epoch.
-        if recipe.train.num_workers <= (most := cores()):
+        if recipe.train.num_workers <= (most := count_cores()):
             return recipe.train.num_workers, ""
         return most, f"num_workers {most}: {recipe.train.num_workers} were requested, but this machine has {most} cores"
     if measured is not None:
@@ -207,7 +213,7 @@ def _workers(
 
     def measure() -> tuple[int, str]:
         size = recipe.train.batch_size
-        return choose_workers(samples, order, collate, size, cores=cores_each(), computes_on_cores=here)
+        return choose_workers(samples, order, collate, size, cores=count_cores_per_rank(), computes_on_cores=here)
 
-    number, reason = distributed.rank_zero_or_raise(lambda: _run_at_once(measure))
+    number, reason = distributed.run_on_rank_zero(lambda: _run_interruptibly(measure))
     return number, f"num_workers {number}: {reason}"

@@ -12,31 +12,31 @@ import torch
 from torch import nn
 
 from halfstep import distributed, numbers
-from halfstep.checkpoint.commit import Saver
-from halfstep.data.dataset import BadSampleBudget, Batch, Replaced, Sample, nonfinite_ids
+from halfstep.checkpoint.commit import CheckpointSaver
+from halfstep.data.dataset import BadSampleBudget, Batch, ReplacedSample, Sample, find_nonfinite_samples
 from halfstep.data.fingerprint import Fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader
 from halfstep.errors import BadData, Diverged
 from halfstep.journal import events
 from halfstep.journal.events import Journal
-from halfstep.journal.jsonl import sizes
-from halfstep.journal.telemetry import Readings
-from halfstep.journal.text import named
-from halfstep.step.report import StepReport, refused_by
+from halfstep.journal.jsonl import read_journal_sizes
+from halfstep.journal.telemetry import MeterReadings
+from halfstep.journal.text import format_metric_name
+from halfstep.step.report import StepReport, parse_guard_name
 from halfstep.step.window import Window
 from halfstep.train.checkpointing import Checkpoints
 from halfstep.train.environment import AutoChoices
-from halfstep.train.epoch_metrics import EpochMetrics, Progress
-from halfstep.train.evaluation import Choosing, SoFar, StopEvaluation, evaluate
+from halfstep.train.epoch_metrics import EpochMetrics, RunProgress
+from halfstep.train.evaluation import SampleChooser, SoFar, StopEvaluation, evaluate_model
 from halfstep.train.guarding import Guarding
-from halfstep.train.outputs import RunOutputs, ema_weights
-from halfstep.train.setup import AnyRecipe, Parts
+from halfstep.train.outputs import RunOutputs, use_ema_weights
+from halfstep.train.setup import AnyRecipe, TrainingParts
 from halfstep.train.sharding import ReductionNotes
-from halfstep.train.signals import AFTER_BATCH, AFTER_PICTURES, AFTER_STEP, SAVED, Stopping
+from halfstep.train.signals import AFTER_BATCH, AFTER_PICTURES, AFTER_STEP, SAVED, StopSignalHandler
 from halfstep.train.state import RunObjects
 from halfstep.train.task import Task
-from halfstep.train.throughput import ENOUGH, Length, Throughput, TimeLeft, too_long
-from halfstep.train.watchdog import Beat, no_beat
+from halfstep.train.throughput import ENOUGH, RunLength, Throughput, TimeLeft, describe_long_run
+from halfstep.train.watchdog import Beat, ignore_beat
 
 
 class SampleReports:
@@ -44,19 +44,19 @@ class SampleReports:
 
     def __init__(self, journal: Journal, limit: int) -> None:
         self._journal, self.budget = journal, BadSampleBudget(limit)
-        self._pending: list[Replaced] = []
+        self._pending: list[ReplacedSample] = []
 
-    def add(self, replaced: Sequence[Replaced]) -> None:
+    def add(self, replaced: Sequence[ReplacedSample]) -> None:
         """Add replaced samples; a single rank records them at once."""
         self._pending += replaced
-        if self._pending and distributed.size() == 1:
+        if self._pending and distributed.count_ranks() == 1:
             self.exchange()
 
     def exchange(self) -> None:
         """Record the replaced samples of all ranks; raise BadData over the budget. All ranks call it together."""
-        gathered = distributed.all_gather_or_raise(lambda: self._pending)
+        gathered = distributed.run_and_gather_results(lambda: self._pending)
         self._pending = []
-        for rank, replaced in ((rank, Replaced(*row)) for rank, rows in enumerate(gathered) for row in rows):
+        for rank, replaced in ((rank, ReplacedSample(*row)) for rank, rows in enumerate(gathered) for row in rows):
             self._journal.emit(
                 events.BAD_SAMPLE,
                 rank=rank,
@@ -70,15 +70,15 @@ class SampleReports:
     def suspects(self, window: Sequence[Batch]) -> tuple[list[int], list[int]]:
         """Return the samples of a failed step over all ranks, and those of them with non-finite values."""
         ids = [number for batch in window for number in batch.ids]
-        nonfinite = [number for batch in window for number in nonfinite_ids(batch)]
-        gathered = distributed.all_gather_or_raise(lambda: [ids, nonfinite])
+        nonfinite = [number for batch in window for number in find_nonfinite_samples(batch)]
+        gathered = distributed.run_and_gather_results(lambda: [ids, nonfinite])
         return sorted({n for rank in gathered for n in rank[0]}), sorted({n for rank in gathered for n in rank[1]})
 
 
 FINISHED, EARLY = "finished", "early_stopping"
 
 
-class Best(TypedDict):
+class BestEvaluation(TypedDict):
     """The best evaluation so far."""
 
     metric: str
@@ -93,19 +93,19 @@ class Loop:
         self,
         task: Task,
         recipe: AnyRecipe,
-        parts: Parts,
+        parts: TrainingParts,
         train: TrainLoader,
         val: ValLoader,
         *,
         journal: Journal,
         outputs: RunOutputs,
-        telemetry: Callable[[], Readings],
+        telemetry: Callable[[], MeterReadings],
         auto_choices: AutoChoices,
         data_fingerprint: Fingerprint,
-        saver: Saver,
+        saver: CheckpointSaver,
         guarding: Guarding,
-        stopping: Stopping,
-        beat: Beat = no_beat,
+        stopping: StopSignalHandler,
+        beat: Beat = ignore_beat,
     ) -> None:
         self.task, self.recipe, self.parts = task, recipe, parts
         self.train, self.val = train, val
@@ -116,14 +116,14 @@ class Loop:
         self.live = RunObjects(
             recipe,
             parts,
-            Progress(),
+            RunProgress(),
             EpochMetrics(task.metrics().to(parts.stepper.device)),
             self.sample_reports.budget,
             train.samples,
             auto_choices,
             data_fingerprint,
             {},
-            functools.partial(sizes, outputs.folder),
+            functools.partial(read_journal_sizes, outputs.folder),
         )
         self.progress, self.epoch_metrics = self.live.progress, self.live.epoch_metrics
         self.checkpoints = Checkpoints(self.live, saver, journal)
@@ -131,19 +131,19 @@ class Loop:
         self._reduction = ReductionNotes(recipe.world, parts.stepper, journal)
         # After a rollback, checkpoints of the abandoned steps must not be resumed from.
         guarding.rolled_back, guarding.progress = self.checkpoints.set_aside, self.progress
-        self.planned = planned_steps(recipe, train.steps_per_epoch)
+        self.planned = count_planned_steps(recipe, train.steps_per_epoch)
         self.epochs = -(-self.planned // train.steps_per_epoch)
         # Evaluation batches have the size of a micro-batch: this is their number in steps.
         evaluation = len(val) / recipe.train.microbatches
-        self.time_left = TimeLeft(Length(self.planned, self.epochs, recipe.evaluate.every_epochs, evaluation))
+        self.time_left = TimeLeft(RunLength(self.planned, self.epochs, recipe.evaluate.every_epochs, evaluation))
         # No method of the loop: the Stepper includes the modules that a loss function holds.
-        self._measured = functools.partial(_loss, task, beat, self.progress, self.epoch_metrics.metrics)
+        self._measured = functools.partial(_compute_batch_loss, task, beat, self.progress, self.epoch_metrics.metrics)
         # Replays of a failed step must not update the metrics.
-        self._plain = functools.partial(_loss, task, beat, self.progress, None)
+        self._plain = functools.partial(_compute_batch_loss, task, beat, self.progress, None)
         # A skipped step must not count in the training metrics, so the Stepper rolls them back with the rest.
         parts.stepper.include(self.epoch_metrics.counts)
         self._observed, self._evaluated, self._is_fresh = self.stepper.observed, 0.0, True
-        self._stop, self._looked = distributed.Flag(), 0.0
+        self._stop, self._looked = distributed.SharedFlag(), 0.0
         # With several ranks the others wait in a collective: they all stop when the sample is read, or given up.
         train.while_waiting = self._stop_if_alone
         val.while_waiting = self._stop_evaluation_if_alone
@@ -265,7 +265,7 @@ class Loop:
 
     def _stop_if_alone(self) -> None:
         """Stop where there is no other rank to agree with."""
-        self._stop_if_asked(int(self.stopping.asked is not None) if distributed.size() == 1 else 0)
+        self._stop_if_asked(int(self.stopping.asked is not None) if distributed.count_ranks() == 1 else 0)
 
     def _tell_given_up(self, name: str, reason: str) -> None:
         """Report a sample that took too long at once: with several of them, the run may not come to their batch."""
@@ -273,7 +273,7 @@ class Loop:
         self.journal.note(f"{name} is given up: {reason}", "warning")
 
     def _stop_evaluation_if_alone(self) -> None:
-        if self.stopping.asked is not None and distributed.size() == 1:
+        if self.stopping.asked is not None and distributed.count_ranks() == 1:
             raise StopEvaluation
 
     def _stop_if_asked(self, hands: int) -> None:
@@ -338,7 +338,7 @@ class Loop:
         """Return the samples of a skipped step; those with non-finite values are left out of the next epochs."""
         ids, nonfinite = self.sample_reports.suspects(window)
         # A guard has its own reasons to refuse a step; non-finite samples are not among them.
-        if nonfinite and refused_by(report.reason) is None:
+        if nonfinite and parse_guard_name(report.reason) is None:
             self.progress.suspected = sorted({*self.progress.suspected, *nonfinite})
         return {"ids": ids, "quarantined": nonfinite}
 
@@ -348,7 +348,7 @@ class Loop:
         if seen is not None and seen != self._observed:
             self._observed = seen
             gathered = self.stepper.gathered_bytes
-            weights = "" if gathered is None else f"; an update gathers {numbers.size(gathered)} of weights"
+            weights = "" if gathered is None else f"; an update gathers {numbers.format_bytes(gathered)} of weights"
             text = f"{seen}{weights}"
             self.journal.emit(events.PRECISION_CHECK, expected=seen.expected, share=seen.share, text=text)
 
@@ -370,7 +370,7 @@ class Loop:
             seconds_left_in_epoch=left.of_steps(to_its_end),
             is_rough=left.is_rough,
             train_metrics=self.epoch_metrics.metric_values()
-            if distributed.size() == 1
+            if distributed.count_ranks() == 1
             else {},  # a collective, and only rank 0 logs
             meters=self.guarding.readings,
             **self.telemetry(),
@@ -378,7 +378,7 @@ class Loop:
 
     def _tell_if_too_long(self) -> None:
         left, now = self.time_left, self.progress
-        text = too_long(
+        text = describe_long_run(
             self.recipe,
             self.task.resolution,
             seconds=left.of_run(now.attempts, now.epoch) + left.of_steps(now.attempts),
@@ -394,13 +394,13 @@ class Loop:
         """Evaluate with the averaged weights, if any, and with the buffers of rank 0, which are the saved ones."""
         ema = self.stepper.ema
         averaged = ema.state_dict()["buffers"].values() if ema is not None else ()
-        distributed.take_from_rank_zero([*self.model.buffers(), *averaged])
+        distributed.broadcast_tensors([*self.model.buffers(), *averaged])
         self.stopping.will_stop(AFTER_BATCH)
         self.beat("evaluating")
         self.is_evaluating = True
-        choosing = Choosing(self.task)
-        with ema_weights(ema), self._stop_with_evaluation():
-            found = evaluate(
+        choosing = SampleChooser(self.task)
+        with use_ema_weights(ema), self._stop_with_evaluation():
+            found = evaluate_model(
                 self.task,
                 self.model,
                 self.val,
@@ -422,7 +422,7 @@ class Loop:
                 self.parts.choice.precision,
                 epoch,
                 choosing,
-                heading=f", {named(self.task.metric)} {found[self.task.metric]:.4f}",
+                heading=f", {format_metric_name(self.task.metric)} {found[self.task.metric]:.4f}",
             )
         self.is_evaluating = False
         self.live.last_evaluation.clear()
@@ -459,7 +459,7 @@ class Loop:
         if now - self._evaluated > 0.25:
             self._evaluated = now
             # Metrics of several ranks need a collective, and only rank 0 would call it here.
-            so_far = self._so_far() if distributed.size() == 1 else {}
+            so_far = self._so_far() if distributed.count_ranks() == 1 else {}
             self.journal.emit(
                 events.EVALUATING,
                 epoch=epoch,
@@ -479,7 +479,7 @@ class Loop:
             )
         # A task's metric may differ between ranks; the decision to stop early must not.
         # An evaluation of doubtful weights must not become the best one: NaN never is.
-        value = float(distributed.from_rank_zero("nan" if self.guarding.alarmed else repr(val[self.task.metric])))
+        value = float(distributed.broadcast_text("nan" if self.guarding.alarmed else repr(val[self.task.metric])))
         better = self.progress.judge(
             value,
             epoch,
@@ -497,16 +497,18 @@ class Loop:
         return dict(self.live.last_evaluation)
 
     @property
-    def best(self) -> Best:
+    def best(self) -> BestEvaluation:
         """The task's metric, its best value and the epoch of it."""
         return {"metric": self.task.metric, "value": self.progress.best, "epoch": self.progress.best_epoch}
 
 
-def planned_steps(recipe: AnyRecipe, per_epoch: int) -> int:
+def count_planned_steps(recipe: AnyRecipe, per_epoch: int) -> int:
     """Return the number of attempted updates of a whole run."""
     return recipe.train.steps or (recipe.train.epochs or 1) * per_epoch
 
 
-def _loss(task: Task, beat: Beat, progress: Progress, metrics: Any, model: nn.Module, batch: Sample) -> Any:
+def _compute_batch_loss(
+    task: Task, beat: Beat, progress: RunProgress, metrics: Any, model: nn.Module, batch: Sample
+) -> Any:
     beat("computing", progress.attempts)
     return task.loss(model, batch, metrics)

@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.host_memory import total_memory
-from halfstep.launch_variables import launched_rank
+from halfstep.host_memory import read_total_memory
+from halfstep.launch_variables import read_launched_rank
 
 GIGA = 2**30
 CORE, ACCELERATOR = 30e9, 5e12
@@ -18,14 +18,14 @@ _NODES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*"
 _DEV = Path("/dev")
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cores_each() -> int:
+def count_cores_per_rank() -> int:
     """Return the cores of this host for each rank on it."""
-    return max(1, cores() // (launched_rank().local_world_size or 1))
+    return max(1, count_cores() // (read_launched_rank().local_world_size or 1))
 
 
 @dataclass(frozen=True)
@@ -50,33 +50,33 @@ class Machine:
         return f"{number} {what}{'s' * (number != 1)}, {self.memory / GIGA:.0f} GB"
 
 
-def this_machine(device: str) -> Machine:
+def detect_machine(device: str) -> Machine:
     """Return the machine that this rank runs on; `device` is the recipe's setting."""
     from halfstep.recipe.schema import AUTO
 
-    launched = launched_rank()
+    launched = read_launched_rank()
     ranks, here = launched.world_size, launched.local_world_size or 1
     # Ranks on one host share its memory; an accelerator's memory is each rank's own.
-    host = Machine(cores_each(), total_memory() // here, devices=ranks)
+    host = Machine(count_cores_per_rank(), read_total_memory() // here, devices=ranks)
     # Linux certainly has no accelerator without a device file; on other systems torch has to be asked.
     if device == AUTO and sys.platform == "linux" and not any(True for pattern in _NODES for _ in _DEV.glob(pattern)):
         return host
     # Imported only now: torch takes seconds to load, and a command that is refused afterwards does not need it.
     import torch
 
-    from halfstep.train.process_group import device_of
+    from halfstep.train.process_group import resolve_device
 
-    place = device_of(device)
+    place = resolve_device(device)
     if torch.empty(0, device=place).is_cpu:
         return host
-    return Machine(cores_each(), _accelerator_memory(place), has_accelerator=True, devices=ranks)
+    return Machine(count_cores_per_rank(), _read_accelerator_memory(place), has_accelerator=True, devices=ranks)
 
 
-def _accelerator_memory(place: object) -> int:
+def _read_accelerator_memory(place: object) -> int:
     """Return the memory of an accelerator; one without properties, such as Apple's, shares the host's memory."""
     import torch
 
     module = getattr(torch, torch.device(str(place)).type)
     tell = getattr(module, "get_device_properties", None)
     # Half of it: the host needs the other half.
-    return int(tell(place).total_memory) if tell else total_memory() // 2
+    return int(tell(place).total_memory) if tell else read_total_memory() // 2

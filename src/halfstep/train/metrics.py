@@ -49,7 +49,7 @@ class Metric(ABC):
 
     def total(self, name: str) -> Tensor:
         """Return a sum over all ranks in float64, on the host: not every device supports it."""
-        return distributed.summed(getattr(self, name)).cpu().to(torch.float64)
+        return distributed.sum_tensor_over_ranks(getattr(self, name)).cpu().to(torch.float64)
 
     def reset(self) -> None:
         """Set all sums to zero."""
@@ -137,7 +137,7 @@ class TopK(Metric):
     samples: Tensor
 
     def __init__(self, k: int) -> None:
-        super().__init__(right=_count(), samples=_count())
+        super().__init__(right=_create_counter(), samples=_create_counter())
         self.k = k
 
     def update(self, scores: Tensor, label: Tensor) -> None:
@@ -157,7 +157,7 @@ class PeakSignalNoiseRatio(Metric):
     pixels: Tensor
 
     def __init__(self, range: tuple[float, float]) -> None:
-        super().__init__(squares=torch.zeros((), dtype=torch.float64), pixels=_count())
+        super().__init__(squares=torch.zeros((), dtype=torch.float64), pixels=_create_counter())
         self.range = range
 
     def update(self, preds: Tensor, target: Tensor) -> None:
@@ -171,5 +171,5 @@ class PeakSignalNoiseRatio(Metric):
         return 10.0 * ((high - low) ** 2 * self.total("pixels") / self.total("squares")).log10()
 
 
-def _count() -> Tensor:
+def _create_counter() -> Tensor:
     return torch.zeros((), dtype=torch.int64)

@@ -12,18 +12,18 @@ from halfstep.errors import BadRecipe
 BATCH, MICROBATCHES = "train.batch_size", "train.microbatches"
 
 
-def smaller_microbatches(batch: int, microbatches: int, at_most: int) -> dict[str, int]:
+def choose_smaller_microbatches(batch: int, microbatches: int, at_most: int) -> dict[str, int]:
     """Return settings for the same step in smaller micro-batches: the largest divisor of `batch` up to `at_most`."""
-    size = largest_divisor(batch, at_most)
+    size = find_largest_divisor(batch, at_most)
     return {BATCH: size, MICROBATCHES: microbatches * batch // size}
 
 
-def largest_divisor(number: int, at_most: int) -> int:
+def find_largest_divisor(number: int, at_most: int) -> int:
     """Return the largest divisor of `number` up to `at_most`; 1 where there is no other."""
     return next(one for one in range(max(at_most, 1), 0, -1) if number % one == 0)
 
 
-def for_ranks(recipe: Any, ranks: int, parts: int) -> Any:
+def adapt_microbatches(recipe: Any, ranks: int, parts: int) -> Any:
     """Return the recipe with the micro-batches of these ranks, each taken in `parts`.
 
     The samples of a step are those of the recipe: of each rank, or of all ranks with `train.global_batch`. Raises
@@ -33,16 +33,16 @@ def for_ranks(recipe: Any, ranks: int, parts: int) -> Any:
     if train.global_batch is None:
         size, number = train.batch_size // parts, train.microbatches * parts
     else:
-        each = _samples_each(train.global_batch, ranks)
-        size = largest_divisor(each, train.batch_size // parts)
+        each = _compute_samples_per_rank(train.global_batch, ranks)
+        size = find_largest_divisor(each, train.batch_size // parts)
         number = each // size
     return recipe.model_copy(update={"train": train.model_copy(update={"batch_size": size, "microbatches": number})})
 
 
-def _samples_each(global_batch: int, ranks: int) -> int:
+def _compute_samples_per_rank(global_batch: int, ranks: int) -> int:
     each, rest = divmod(global_batch, ranks)
     if rest:
-        near = largest_divisor(global_batch, ranks)
+        near = find_largest_divisor(global_batch, ranks)
         raise BadRecipe(
             f"train.global_batch={global_batch} on {ranks} ranks",
             allowed="a number of samples that every rank gets an equal part of",
@@ -51,7 +51,7 @@ def _samples_each(global_batch: int, ranks: int) -> int:
     return each
 
 
-def division_notes(recipe: Any, parts: int, model: nn.Module) -> list[str]:
+def describe_divided_microbatches(recipe: Any, parts: int, model: nn.Module) -> list[str]:
     """Return a line that says what smaller micro-batches change; none if they are the recipe's own."""
     if parts == 1:
         return []

@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from halfstep.errors import WrongUse
 from halfstep.recipe.schema import OptimizerOptions
-from halfstep.step.optimizer_slot import owned_by
+from halfstep.step.optimizer_slot import list_optimizer_parameters
 
 if TYPE_CHECKING:
     from halfstep.train.small_optimizers import ParameterGroup
@@ -40,17 +40,20 @@ def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimiz
     Raises `WrongUse` for muon and a model without a matrix that it could train.
     """
     if options.name == "muon" and options.state == "fp32":
-        return _muon(options, model)
+        return _make_muon(options, model)
     trained = [p for p in model.parameters() if p.requires_grad]
     if options.state != "fp32":
-        from halfstep.train.small_optimizers import small_adam, small_groups  # not loaded by other runs
+        from halfstep.train.small_optimizers import (  # not loaded by other runs
+            build_low_bit_adam,
+            group_low_bit_parameters,
+        )
 
         arguments = {"lr": options.lr, "weight_decay": options.weight_decay, "betas": (options.momentum, 0.999)}
-        return small_adam(options.name, options.state, small_groups(model, trained), **arguments)
-    return _make_optimizer(options, _groups(trained))
+        return build_low_bit_adam(options.name, options.state, group_low_bit_parameters(model, trained), **arguments)
+    return _make_grouped_optimizer(options, _group_by_decay(trained))
 
 
-def _make_optimizer(options: OptimizerOptions, groups: list[ParameterGroup]) -> optim.Optimizer:
+def _make_grouped_optimizer(options: OptimizerOptions, groups: list[ParameterGroup]) -> optim.Optimizer:
     arguments: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.name == "sgd":
         arguments |= {"momentum": options.momentum, "nesterov": options.momentum > 0}
@@ -108,7 +111,7 @@ class MuonWithAdamW(optim.Optimizer):
         return loss
 
 
-def _muon(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
+def _make_muon(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     # torch's docs: hidden layers only. Rows of an embedding are looked up, not multiplied.
     looked_up = {id(p) for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
@@ -129,21 +132,21 @@ def _muon(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
         nesterov=options.momentum > 0,
         adjust_lr_fn="match_rms_adamw",
     )
-    others = _groups([p for p in trained if id(p) not in hidden])
+    others = _group_by_decay([p for p in trained if id(p) not in hidden])
     if not others:
         return muon
-    return MuonWithAdamW(muon, _make_optimizer(options.model_copy(update={"name": "adamw"}), others))
+    return MuonWithAdamW(muon, _make_grouped_optimizer(options.model_copy(update={"name": "adamw"}), others))
 
 
-def optimizer_notes(optimizer: optim.Optimizer) -> list[str]:
+def describe_optimizer_split(optimizer: optim.Optimizer) -> list[str]:
     """Return a note about the division of the weights between two optimizers; nothing for a single one."""
     if not isinstance(optimizer, MuonWithAdamW):
         return []
-    muon, adamw = (sum(p.numel() for p in owned_by(part)) for part in optimizer.parts)
+    muon, adamw = (sum(p.numel() for p in list_optimizer_parameters(part)) for part in optimizer.parts)
     return [f"muon trains {muon / (muon + adamw):.0%} of the weights, the matrices; adamw trains the rest"]
 
 
-def moments_of(options: OptimizerOptions) -> float:
+def count_optimizer_moments(options: OptimizerOptions) -> float:
     """Return how many fp32 numbers the optimizer keeps for each element of a weight, from a step with tiny ones."""
     if options.state != "fp32":
         return 2 / 4
@@ -158,7 +161,7 @@ def moments_of(options: OptimizerOptions) -> float:
     return max(shapes.count(weight.shape) for weight, shapes in zip(tiny, kept, strict=True))
 
 
-def _groups(trained: list[nn.Parameter]) -> list[ParameterGroup]:
+def _group_by_decay(trained: list[nn.Parameter]) -> list[ParameterGroup]:
     """Return parameter groups without weight decay for vectors, such as biases and scales of normalization."""
     groups: list[ParameterGroup] = [
         {"params": [p for p in trained if p.ndim > 1]},

@@ -16,21 +16,27 @@ from halfstep import distributed
 from halfstep.data.dataset import Sample
 from halfstep.data.loader import ValLoader
 from halfstep.draw.images import write_png
-from halfstep.draw.sheet import PicturedSample, sheet
+from halfstep.draw.sheet import PicturedSample, draw_sample_sheet
 from halfstep.errors import HalfstepError, StorageFailed
 from halfstep.files import write_json, write_text
 from halfstep.journal import events
 from halfstep.journal.events import Journal
-from halfstep.journal.jsonl import as_line
+from halfstep.journal.jsonl import format_event_line
 from halfstep.ownership import check_ownership
 from halfstep.precision.precision import Precision
 from halfstep.step.ema import Ema
-from halfstep.step.sharded import reshard
-from halfstep.train.checkpointing import diverged
-from halfstep.train.evaluation import Choosing, ChosenSample, beginning, caption, described_choice
+from halfstep.step.sharded import reshard_gathered_parameters
+from halfstep.train.checkpointing import build_nonfinite_weights_error
+from halfstep.train.evaluation import (
+    ChosenSample,
+    SampleChooser,
+    describe_chosen_samples,
+    format_caption,
+    format_caption_start,
+)
 from halfstep.train.run_folder import RESULT
 from halfstep.train.task import Task
-from halfstep.train.weights import finite, gather_weights, save_weights
+from halfstep.train.weights import gather_weights, has_finite_weights, save_weights
 
 if TYPE_CHECKING:
     from halfstep.step.weight_format import NarrowWeights
@@ -75,15 +81,15 @@ class RunOutputs:
     ) -> None:
         """Save the weights that were evaluated: the averaged ones where there are any. `narrow`: those in bf16."""
         metadata = {"epoch": str(epoch), **{k: repr(v) for k, v in metrics.items()}}
-        with ema_weights(ema):
-            self._save(model, BEST, "best", metadata, lambda: wide_weights(model, narrow, ema))
+        with use_ema_weights(ema):
+            self._save(model, BEST, "best", metadata, lambda: widen_weights(model, narrow, ema))
 
     def last(self, model: nn.Module, ema: Ema | None, narrow: NarrowWeights | None = None) -> None:
         """Save the present weights, and their average where there is one."""
-        self._save(model, LAST, "last", {}, lambda: wide_weights(model, narrow))
+        self._save(model, LAST, "last", {}, lambda: widen_weights(model, narrow))
         if ema is not None:
             with ema.in_place():
-                self._save(model, LAST_AVERAGE, "last", {}, lambda: wide_weights(model, narrow, ema))
+                self._save(model, LAST_AVERAGE, "last", {}, lambda: widen_weights(model, narrow, ema))
 
     def _save(
         self,
@@ -97,7 +103,7 @@ class RunOutputs:
         if not self._first and not sharded:
             return
         # An older file with finite weights is worth more than a new one without.
-        is_finite = finite(model, self._infinite)
+        is_finite = has_finite_weights(model, self._infinite)
         if not self._first:
             if is_finite:
                 gather_weights(model)
@@ -106,7 +112,7 @@ class RunOutputs:
             text = f"{name} is unchanged: the current weights are not finite"
             if not (self.folder / name).exists():
                 text = f"{name} is not written: the weights are not finite"
-                self._unwritten[name] = diverged(text)
+                self._unwritten[name] = build_nonfinite_weights_error(text)
             self._journal.emit(events.NOTE, text=text, level="warning")
             return
         self._write(name, what, lambda path: save_weights(written(), path, metadata))
@@ -116,7 +122,7 @@ class RunOutputs:
         try:
             write(self.folder / name)
         except NOT_WRITTEN as error:
-            self._unwritten[name] = _storage_failed(name, _describe_error(error))
+            self._unwritten[name] = _build_storage_error(name, _describe_error(error))
             text = f"{name} is unchanged: {_describe_error(error)}"
             self._journal.emit(events.NOTE, text=text, level="warning")
             return
@@ -130,7 +136,7 @@ class RunOutputs:
         val: ValLoader,
         precision: Precision,
         epoch: int,
-        choosing: Choosing | None = None,
+        choosing: SampleChooser | None = None,
         heading: str = "",
     ) -> None:
         """Draw outputs for validation samples: the worst and typical ones, or the first where none is judged.
@@ -146,15 +152,15 @@ class RunOutputs:
         model.eval()
         with precision.inference(next(model.parameters()).device):
             drawn = task.shown(model, batch)
-        reshard(model)
+        reshard_gathered_parameters(model)
         model.train()
         if drawn and self._first:
             name = f"{PICTURES}/epoch-{epoch:04d}.png"
             entries = [
-                PicturedSample(one.panels, caption(words, one), one.frame)
+                PicturedSample(one.panels, format_caption(words, one), one.frame)
                 for one, words in zip(drawn, captions, strict=False)
             ]
-            image = sheet(entries, f"epoch {epoch}{heading}", note, task.legend())
+            image = draw_sample_sheet(entries, f"epoch {epoch}{heading}", note, task.legend())
             self._write(name, "picture", lambda path: write_png(path, image))
             self._remove_old_pictures()
 
@@ -168,26 +174,26 @@ class RunOutputs:
                 path.unlink()
 
     def _looked_at(
-        self, model: nn.Module, val: ValLoader, chosen: list[ChosenSample], choosing: Choosing | None
+        self, model: nn.Module, val: ValLoader, chosen: list[ChosenSample], choosing: SampleChooser | None
     ) -> tuple[Sample, list[str], str]:
         """Return the batch, the start of each caption, and a note on all of them."""
         # Without a choice the same samples after every epoch, so that pictures can be compared.
         numbers = [one.number for one in chosen] or next(val.share.once(len(val.samples)), [])[: self._pictures]
         if distributed.is_sharded(model.parameters()):
             # The same samples on every rank: a task may call the model once for each, and all ranks gather in a call.
-            numbers = json.loads(distributed.from_rank_zero(json.dumps(numbers)))
+            numbers = json.loads(distributed.broadcast_text(json.dumps(numbers)))
         batch = val.read(numbers)
         if not chosen or choosing is None:
             return batch.tensors, [""] * len(numbers), ""
         why = {one.number: one.why for one in chosen}
         source = val.samples.source
-        captions = [beginning(why[number], source.name(number)) for number in batch.ids]
-        return batch.tensors, captions, described_choice(chosen, choosing.total)
+        captions = [format_caption_start(why[number], source.name(number)) for number in batch.ids]
+        return batch.tensors, captions, describe_chosen_samples(chosen, choosing.total)
 
     def facts(self, task: Task) -> None:
         """Write what the task needs to predict without its data; raise StorageFailed if that fails."""
         if self._first:
-            with _or_storage_failed(FACTS):
+            with _replace_output_errors(FACTS):
                 write_json(self.folder / FACTS, task.facts())
 
     def result(self, content: Mapping[str, object], best_epoch: int = 0) -> None:
@@ -202,18 +208,18 @@ class RunOutputs:
             if name in self._unwritten:
                 raise self._unwritten[name]
         self._compare_best(best_epoch)
-        with _or_storage_failed(RESULT):
-            write_text(self.folder / RESULT, as_line(content))
+        with _replace_output_errors(RESULT):
+            write_text(self.folder / RESULT, format_event_line(content))
 
     def _compare_best(self, epoch: int) -> None:
         """Note where the file does not hold the best weights: an earlier launch may have had no space for them."""
-        kept = _epoch_of(self.folder / BEST)
+        kept = _read_weights_epoch(self.folder / BEST)
         if epoch and kept != str(epoch):
             text = f"the best epoch was {epoch}, and its weights were not kept: {BEST} is of epoch {kept or '(none)'}"
             self._journal.emit(events.NOTE, text=text, level="warning")
 
 
-def _epoch_of(path: Path) -> str | None:
+def _read_weights_epoch(path: Path) -> str | None:
     """Return the epoch in the metadata of weights that `best` wrote; None if there are none."""
     try:
         with safe_open(path, "pt") as file:
@@ -223,14 +229,14 @@ def _epoch_of(path: Path) -> str | None:
 
 
 @contextmanager
-def _or_storage_failed(name: str) -> Iterator[None]:
+def _replace_output_errors(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _storage_failed(name, _describe_error(error)) from error
+        raise _build_storage_error(name, _describe_error(error)) from error
 
 
-def _storage_failed(name: str, why: str) -> StorageFailed:
+def _build_storage_error(name: str, why: str) -> StorageFailed:
     return StorageFailed(
         f"{name} could not be written: {why}",
         allowed="a writable disk",
@@ -242,7 +248,7 @@ def _describe_error(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error).strip().partition("\n")[0] or type(error).__name__
 
 
-def wide_weights(
+def widen_weights(
     model: nn.Module, narrow: NarrowWeights | None, ema: Ema | None = None
 ) -> nn.Module | Mapping[str, Tensor]:
     """Return the model; where its weights are stored in bf16, their values, or averages, in fp32."""
@@ -251,6 +257,6 @@ def wide_weights(
     return narrow.wide_state(None if ema is None else ema.average_of)
 
 
-def ema_weights(ema: Ema | None) -> AbstractContextManager[None]:
+def use_ema_weights(ema: Ema | None) -> AbstractContextManager[None]:
     """Return a context in which the model has its averaged weights, where there are any."""
     return ema.in_place() if ema is not None else nullcontext()

@@ -7,10 +7,10 @@ import threading
 from types import TracebackType
 
 from halfstep import distributed
-from halfstep.deadline import finishes_within
+from halfstep.deadline import run_within_deadline
 from halfstep.errors import HUNG
 from halfstep.peers import Peers
-from halfstep.train.watchdog import OnHang, end_hung
+from halfstep.train.watchdog import OnHang, end_hung_process
 
 TICK = 0.5
 GRACE = 4.0
@@ -30,7 +30,7 @@ class PeerWatch:
 
     def __init__(self, peers: Peers, *, ends_process: bool) -> None:
         self.peers, self._ends_process = peers, ends_process
-        self.on_lost: OnHang = end_hung
+        self.on_lost: OnHang = end_hung_process
         """Records and reports why this rank ends."""
         self._is_needed, self._over = True, threading.Event()
         self._leaving: threading.Timer | None = None
@@ -38,7 +38,7 @@ class PeerWatch:
         self._thread = threading.Thread(target=self._watch, name="halfstep peers", daemon=True)
 
     def __enter__(self) -> PeerWatch:
-        distributed.know_peers(self.peers)
+        distributed.set_watched_peers(self.peers)
         self._thread.start()
         return self
 
@@ -46,7 +46,7 @@ class PeerWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        distributed.know_peers(None)
+        distributed.set_watched_peers(None)
         if self._leaving is not None and not self._ends_process:
             self._leaving.cancel()
 
@@ -72,8 +72,8 @@ class PeerWatch:
             if waited >= GRACE:
                 ranks = list(gone)
                 is_or_are = "is" if len(ranks) == 1 else "are"
-                self._end(f"{distributed.ranks_named(ranks)} {is_or_are} gone: {gone[ranks[0]]}")
+                self._end(f"{distributed.format_rank_numbers(ranks)} {is_or_are} gone: {gone[ranks[0]]}")
 
     def _end(self, reason: str) -> None:
-        finishes_within(TOLD, lambda: self.on_lost(reason))
+        run_within_deadline(TOLD, lambda: self.on_lost(reason))
         os._exit(HUNG)

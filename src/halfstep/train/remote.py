@@ -12,14 +12,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk, generations
-from halfstep.errors import CANNOT_CREATE, FolderLost, FolderTaken, HalfstepError, NoCheckpoint, StoreFailed, reason_in
-from halfstep.files import known_fields, read_json, storing, write_json
+from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, Disk, list_generations
+from halfstep.errors import (
+    CANNOT_CREATE,
+    FolderLost,
+    FolderTaken,
+    HalfstepError,
+    NoCheckpoint,
+    StoreFailed,
+    format_error_reason,
+)
+from halfstep.files import parse_known_fields, read_json, replace_storage_errors, write_json
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import JOURNAL, LOG
-from halfstep.launch_variables import launched_rank
+from halfstep.launch_variables import read_launched_rank
 from halfstep.status_line import Now
-from halfstep.store.address import check_installed, parse_address
+from halfstep.store.address import check_obstore_installed, parse_address
 from halfstep.store.process import BUG, LOST, StoreProcess
 from halfstep.train.remote_generations import (
     BEST,
@@ -27,9 +35,9 @@ from halfstep.train.remote_generations import (
     KEPT_ALL,
     LEASE,
     TAKEN,
-    Known,
+    KnownLaunch,
     Lease,
-    Restored,
+    RestoreResult,
     UploadRequest,
 )
 from halfstep.train.run_folder import RECIPE, RESTORING
@@ -54,16 +62,16 @@ class LeaseFile:
     number: int = 0
 
 
-class Remote:
+class RemoteCheckpoints:
     """The copy of a run's checkpoints in a store. Only rank 0 has one. Uploads happen in a thread and a process."""
 
     def __init__(self, address: str, *, patience: float, keep: int, wait: float) -> None:
-        check_installed()
+        check_obstore_installed()
         self.address = str(parse_address(address, "checkpoint.remote"))
         self.wait, self._patience, self._keep = wait, patience, keep
         self._process = StoreProcess()
         self._folder, self._launch = Path(), ""
-        self._known: Known | None = None
+        self._known: KnownLaunch | None = None
         self._lease: Lease | None = None
         self._skipped: list[str] = []
         self._withdrawn: list[str] = []
@@ -94,7 +102,7 @@ class Remote:
         now(f"asking {self.address} for a checkpoint, for at most {self._patience:.0f} s")
         request = {"address": self.address, "patience": self._patience, "folder": str(folder.absolute())}
         try:
-            found = Restored.of(self._process.call(f"{GENERATIONS}:restore", request))
+            found = RestoreResult.of(self._process.call(f"{GENERATIONS}:restore", request))
         except StoreFailed as failure:
             shutil.rmtree(draft, ignore_errors=True)
             kind = {DAMAGED: NoCheckpoint, TAKEN: FolderTaken}.get(failure.kind)
@@ -115,13 +123,15 @@ class Remote:
         Where the run has local checkpoints and the store does not answer, the claim is made with the first upload.
         """
         self._folder, self._launch = folder, launch
-        kept = known_fields(LeaseFile, read_json(folder / LEASE))
+        kept = parse_known_fields(LeaseFile, read_json(folder / LEASE))
         if kept.run:  # also at another address than before
-            self._known = Known(kept.run, kept.number)
+            self._known = KnownLaunch(kept.run, kept.number)
         # Before the claim: a launch that is killed after it must be recognized by the next one.
-        with storing(f"{folder / LEASE} cannot be written", allowed="a disk with room", do="make room there"):
-            self._keep_known(self._known or Known(secrets.token_hex(8), 0))
-        has_own = bool(generations(folder / CHECKPOINTS))
+        with replace_storage_errors(
+            f"{folder / LEASE} cannot be written", allowed="a disk with room", do="make room there"
+        ):
+            self._keep_known(self._known or KnownLaunch(secrets.token_hex(8), 0))
+        has_own = bool(list_generations(folder / CHECKPOINTS))
         try:
             self._take(min(self._patience, AT_START) if has_own else self._patience)
         except StoreFailed as failure:
@@ -130,9 +140,9 @@ class Remote:
             if not has_own:
                 raise
             self._failure = failure
-            self._notes.append((f"{reason_in(failure)}; the run continues with local checkpoints", "warning"))
+            self._notes.append((f"{format_error_reason(failure)}; the run continues with local checkpoints", "warning"))
 
-    def _keep_known(self, known: Known) -> None:
+    def _keep_known(self, known: KnownLaunch) -> None:
         self._known = known
         write_json(self._folder / LEASE, asdict(LeaseFile(self.address, known.run, known.number)))
 
@@ -142,7 +152,7 @@ class Remote:
         request = {"address": self.address, "patience": patience, "launch": self._launch, "known": known}
         request["recipe"] = (self._folder / RECIPE).read_text(encoding="utf-8")
         lease = Lease(**{**self._process.call(f"{GENERATIONS}:claim", request), "patience": self._patience})
-        self._keep_known(Known(lease.run, lease.number))
+        self._keep_known(KnownLaunch(lease.run, lease.number))
         if not lease.conditional:
             text = f"{self.address} ignores conditions on writes: unique names alone keep launches apart"
             self._notes.append((text, "warning"))
@@ -170,7 +180,7 @@ class Remote:
             is_late = self._wanted is not None and time.monotonic() - self._since > WARNED_AFTER
             if is_late and not self._has_warned:
                 self._has_warned = True
-                why = reason_in(self._failure) if self._failure else "the upload takes longer than that"
+                why = format_error_reason(self._failure) if self._failure else "the upload takes longer than that"
                 notes.append((f"no checkpoint could be uploaded for {WARNED_AFTER / 60:.0f} minutes: {why}", "warning"))
         for text, level in notes:
             journal.note(text, level)
@@ -197,26 +207,26 @@ class Remote:
         self._process.close()
         self.report(journal)
         if missing is not None:
-            why = reason_in(self._failure) if self._failure else f"not finished within {self.wait:.0f} s"
+            why = format_error_reason(self._failure) if self._failure else f"not finished within {self.wait:.0f} s"
             there = f"the newest there is {self._uploaded}" if self._uploaded else "this launch has uploaded none"
             again = "the same command uploads it"
             journal.note(f"{missing.name} is missing in {self.address}: {why}; {there}; {again}", "warning")
 
     def complete(self, folder: Path, now: Now) -> str | None:
         """Upload the newest checkpoint of a finished run, if the store lacks it; return what happened, or None."""
-        newest = next(iter(generations(folder / CHECKPOINTS)), None)
+        newest = next(iter(list_generations(folder / CHECKPOINTS)), None)
         if newest is None:
             return None
         now(f"comparing {newest.name} with {self.address}, for at most {self.wait:.0f} s")
         try:
             self.claim(folder, secrets.token_hex(8))
         except HalfstepError as error:
-            return f"{newest.name} is not uploaded: {reason_in(error)}"
+            return f"{newest.name} is not uploaded: {format_error_reason(error)}"
         self.upload(newest)
         with self._changed:
             self._changed.wait_for(lambda: self._wanted is None or self._is_over, self.wait)
             if self._wanted is not None:
-                why = reason_in(self._failure) if self._failure else f"not finished within {self.wait:.0f} s"
+                why = format_error_reason(self._failure) if self._failure else f"not finished within {self.wait:.0f} s"
                 return f"{newest.name} is missing in {self.address}: {why}"
         return f"{newest.name} is uploaded to {self.address} now" if self._uploaded else None
 
@@ -299,7 +309,7 @@ class Remote:
 class RemoteDisk(Disk):
     """A disk on which no save starts after a later launch has taken the run's place in the store."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: RemoteCheckpoints) -> None:
         self._remote = remote
 
     def make_folder(self, path: Path) -> None:
@@ -309,13 +319,15 @@ class RemoteDisk(Disk):
 
 
 @contextlib.contextmanager
-def remote_of(recipe: Any) -> Iterator[Remote | None]:
+def open_remote_checkpoints(recipe: Any) -> Iterator[RemoteCheckpoints | None]:
     """Yield the store copy of a run on rank 0, with its process started; None on other ranks and without a store."""
     options = recipe.checkpoint
-    if options.remote is None or launched_rank().rank > 0:
+    if options.remote is None or read_launched_rank().rank > 0:
         yield None
         return
-    remote = Remote(options.remote, patience=recipe.store.patience, keep=options.keep, wait=options.remote_wait)
+    remote = RemoteCheckpoints(
+        options.remote, patience=recipe.store.patience, keep=options.keep, wait=options.remote_wait
+    )
     try:
         yield remote
     finally:

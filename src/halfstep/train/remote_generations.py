@@ -26,8 +26,8 @@ from typing import Any, BinaryIO, NamedTuple, TypedDict
 
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.errors import StoreFailed
-from halfstep.files import LARGEST_JSON, flush, storing, strict_json, write_json, write_text
-from halfstep.journal.jsonl import JOURNAL, LOG, parts_of
+from halfstep.files import LARGEST_JSON, flush, parse_strict_json, replace_storage_errors, write_json, write_text
+from halfstep.journal.jsonl import JOURNAL, LOG, list_journal_parts
 from halfstep.store.address import parse_address
 from halfstep.store.failures import CHANGED, MISSING, SHORT
 from halfstep.store.objects import PART, Store
@@ -75,7 +75,7 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownLaunch:
     """The run and the launch that a folder on disk belongs to."""
 
     run: str
@@ -100,7 +100,7 @@ class Owner:
         return _add_seal({"form": FORM, **asdict(self)})
 
 
-class Directory(NamedTuple):
+class RemoteCheckpointName(NamedTuple):
     """The name of a checkpoint in the store; a later one is greater."""
 
     launch_number: int
@@ -146,30 +146,30 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoreResult:
     """The result of a restore from a store."""
 
     name: str | None
     """The checkpoint, or None if the store has none; the run's recipe may be restored all the same."""
-    known: Known | None
+    known: KnownLaunch | None
     """The run in the store, if there is one."""
     skipped: Mapping[str, str]
     """Newer checkpoints that are damaged, and why."""
 
     @classmethod
-    def of(cls, content: Any) -> Restored:
+    def of(cls, content: Any) -> RestoreResult:
         known = content["known"]
-        return cls(content["name"], Known(**known) if known else None, content["skipped"])
+        return cls(content["name"], KnownLaunch(**known) if known else None, content["skipped"])
 
 
-class Place(TypedDict):
+class RemoteStoreRequest(TypedDict):
     """The part of every request that names the store."""
 
     address: str
     patience: float
 
 
-class ClaimRequest(Place):
+class ClaimRequest(RemoteStoreRequest):
     """The request of `claim`."""
 
     launch: str
@@ -179,7 +179,7 @@ class ClaimRequest(Place):
     """The content of the folder's recipe.yaml."""
 
 
-class RestoreRequest(Place):
+class RestoreRequest(RemoteStoreRequest):
     """The request of `restore`."""
 
     folder: str
@@ -197,27 +197,27 @@ class UploadRequest(TypedDict):
     withdrawn: list[str]
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A checkpoint in the store that differs from its commit; its text is the reason."""
 
 
 def claim(request: ClaimRequest) -> dict[str, object]:
     """Make a launch the owner of a place and return its lease; raise StoreFailed `taken` for another run's place."""
-    store = _store(request)
-    known = Known(**request["known"])
+    store = _open_remote_store(request)
+    known = KnownLaunch(**request["known"])
     conditional = store.honors_conditions()
     for _ in range(TRIES):
         owner, tag = read_owner(store)
         if owner is not None and owner.launch == request["launch"]:
-            return asdict(_lease(request, owner, conditional))
+            return asdict(_build_lease(request, owner, conditional))
         if owner is not None:
-            _refuse_others(store, owner, known)
+            _refuse_other_runs(store, owner, known)
         number = max(known.number, owner.number if owner is not None else 0) + 1
         newest = owner.newest if owner is not None else None
         recipe = request["recipe"] if newest is None else ""
         wanted = Owner(known.run, number, request["launch"], newest, recipe=recipe)
         if _write_owner(store, wanted, tag, conditional):
-            return asdict(_lease(request, wanted, conditional))
+            return asdict(_build_lease(request, wanted, conditional))
     raise _taken_error(store, "is repeatedly claimed by another launch")
 
 
@@ -226,20 +226,20 @@ def release(request: Any) -> None:
 
     The request has the fields of its Lease.
     """
-    lease, store = Lease(**request), _store(request)
+    lease, store = Lease(**request), _open_remote_store(request)
     owner, tag = read_owner(store)
     if owner is not None and owner.launch == lease.launch and owner.newest is None:
         _write_owner(store, Owner(lease.run, lease.number, lease.launch), tag, lease.conditional)
 
 
-def _lease(request: Place, owner: Owner, conditional: bool) -> Lease:
+def _build_lease(request: RemoteStoreRequest, owner: Owner, conditional: bool) -> Lease:
     return Lease(request["address"], request["patience"], owner.run, owner.number, owner.launch, conditional)
 
 
-def _refuse_others(store: Store, owner: Owner, known: Known) -> None:
+def _refuse_other_runs(store: Store, owner: Owner, known: KnownLaunch) -> None:
     if known.run != owner.run:
         raise _taken_error(store, "contains a different run than this folder")
-    newest = max(committed(store, owner), default=None)
+    newest = max(list_commits(store, owner), default=None)
     if newest is not None and newest.launch_number > known.number:
         raise _taken_error(
             store, f"is ahead of this folder: another machine trained this run to step {newest.attempt:,}"
@@ -266,13 +266,13 @@ def read_owner(store: Store) -> tuple[Owner | None, str]:
         )
         texts = (found.run, found.launch, found.host, found.newest or "", found.recipe)
         if type(found.number) is not int or not all(isinstance(one, str) for one in texts):
-            raise Damaged("its fields have other types")
+            raise DamagedCheckpoint("its fields have other types")
         return found, tag
     except StoreFailed as failure:
         if failure.kind != MISSING:
             raise
         return None, ""
-    except (Damaged, KeyError, TypeError):
+    except (DamagedCheckpoint, KeyError, TypeError):
         again = f"if no other run is there, remove {store.address}/{OWNER}: the same command writes it again"
         raise _taken_error(store, f"has an {OWNER} that halfstep did not write, or that is damaged", again) from None
 
@@ -293,9 +293,9 @@ def upload(request: UploadRequest) -> str | None:
     and `kept-all` if the checkpoint is committed and older ones could not be removed.
     """
     lease, folder, name = Lease(**request["lease"]), Path(request["folder"]), request["name"]
-    store = _store(request["lease"])
+    store = _open_remote_store(request["lease"])
     owner, tag = _read_owned(store, lease)
-    found = committed(store, owner)
+    found = list_commits(store, owner)
     for one in found:
         if one.name in request["withdrawn"] and lease.covers(one.launch_number, one.launch):
             store.delete(f"{one.key}/{COMMIT}")
@@ -306,8 +306,8 @@ def upload(request: UploadRequest) -> str | None:
             files: dict[str, BinaryIO] = {path.name: opened.enter_context(path.open("rb")) for path in paths}
         except FileNotFoundError:
             return None
-        seals = _seals(files)
-        if any(one.name == name and _manifest_seal(store, one) == seals[MANIFEST] for one in found):
+        seals = _build_seals(files)
+        if any(one.name == name and _find_manifest_seal(store, one) == seals[MANIFEST] for one in found):
             return None
         target = _parse_name(f"{name}-{lease.place}")
         assert target is not None
@@ -321,7 +321,9 @@ def upload(request: UploadRequest) -> str | None:
     if not _write_owner(store, Owner(lease.run, lease.number, lease.launch, target.key), tag, lease.conditional):
         _read_owned(store, lease)
     try:
-        retain(_store(request["lease"], REMOVAL), lease, target, request["keep"], request["skipped"])
+        remove_old_commits(
+            _open_remote_store(request["lease"], REMOVAL), lease, target, request["keep"], request["skipped"]
+        )
     except StoreFailed as failure:
         # A refused removal has no separate error: the answer to a removal is 200, with an error for each key.
         raise StoreFailed(failure.given, kind=KEPT_ALL) from None
@@ -340,26 +342,26 @@ def _read_owned(store: Store, lease: Lease) -> tuple[Owner, str]:
     return owner, tag
 
 
-def _write_commit(store: Store, target: Directory, commit: Commit, lease: Lease) -> None:
+def _write_commit(store: Store, target: RemoteCheckpointName, commit: Commit, lease: Lease) -> None:
     key = f"{target.key}/{COMMIT}"
     if not lease.conditional:
         store.put(key, commit.text())  # unique names carry the protocol: no other launch writes this key
-    elif not store.create(key, commit.text()) and _manifest_seal(store, target) != commit.files[MANIFEST]:
+    elif not store.create(key, commit.text()) and _find_manifest_seal(store, target) != commit.files[MANIFEST]:
         raise _taken_error(store, f"has another {key}")
 
 
-def _seals(files: Mapping[str, BinaryIO]) -> dict[str, Seal]:
+def _build_seals(files: Mapping[str, BinaryIO]) -> dict[str, Seal]:
     """Return size and SHA-256 of each file: the manifest has those of all others."""
     text = files[MANIFEST].read()
-    listed = {name: Seal(*entry) for name, entry in strict_json(text)["files"].items()}
+    listed = {name: Seal(*entry) for name, entry in parse_strict_json(text)["files"].items()}
     if set(listed) | {MANIFEST} != set(files):
         raise StoreFailed(f"a checkpoint with the files {', '.join(sorted(files))}", kind=DAMAGED)
     return {**listed, MANIFEST: Seal(len(text), hashlib.sha256(text).hexdigest())}
 
 
-def _manifest_seal(store: Store, one: Directory) -> Seal | None:
+def _find_manifest_seal(store: Store, one: RemoteCheckpointName) -> Seal | None:
     """Return the seal of the manifest of a committed checkpoint; None if its commit is damaged."""
-    with contextlib.suppress(Damaged):
+    with contextlib.suppress(DamagedCheckpoint):
         return read_commit(store, one).files[MANIFEST]
     return None
 
@@ -376,27 +378,27 @@ def _list_resume_files(
 ) -> Iterator[tuple[str, Iterator[bytes]]]:
     """Yield the other files that a resume needs, in their state at the checkpoint, in blocks."""
     state.seek(0)
-    sizes: dict[str, int] = strict_json(state.read())["position"]["journal_sizes"]
+    sizes: dict[str, int] = parse_strict_json(state.read())["position"]["journal_sizes"]
     for name in BESIDE:
         parts = _open_parts(folder / name, opened)
         if parts:
-            yield name, _blocks(parts, sizes.get(name))
+            yield name, _iterate_file_blocks(parts, sizes.get(name))
 
 
 def _open_parts(path: Path, opened: contextlib.ExitStack) -> list[BinaryIO]:
     """Open a file, or all parts of a journal; again where the journal was divided meanwhile."""
     for _ in range(TRIES):
-        found = [part for part in parts_of(path) if part.path.is_file()]
+        found = [part for part in list_journal_parts(path) if part.path.is_file()]
         try:
             files: list[BinaryIO] = [opened.enter_context(part.path.open("rb")) for part in found]
         except FileNotFoundError:
             continue
-        if [part.begin for part in parts_of(path) if part.path.is_file()] == [part.begin for part in found]:
+        if [part.begin for part in list_journal_parts(path) if part.path.is_file()] == [part.begin for part in found]:
             return files
     return []
 
 
-def _blocks(parts: Sequence[BinaryIO], size: int | None) -> Iterator[bytes]:
+def _iterate_file_blocks(parts: Sequence[BinaryIO], size: int | None) -> Iterator[bytes]:
     # Blocks of a fixed size: the earlier blocks of a growing journal stay the same, and are sent once.
     left, block = size, b""
     for part in parts:
@@ -419,16 +421,18 @@ def _send_blocks(store: Store, lease: Lease, blocks: Iterator[bytes]) -> list[Se
     return sent
 
 
-def retain(store: Store, lease: Lease, newest: Directory, keep: int, skipped: Sequence[str] = ()) -> None:
+def remove_old_commits(
+    store: Store, lease: Lease, newest: RemoteCheckpointName, keep: int, skipped: Sequence[str] = ()
+) -> None:
     """Remove all but the newest `keep` commits and what belongs to no commit; only after the commit of `newest`.
 
     `skipped` are checkpoints that were found damaged; they do not count.
     """
     objects = [one.key for one in store.list(f"{CHECKPOINTS}/")]
     # The listing may not show the newest one yet.
-    found = sorted({one for one in _commits(objects) if one.key not in skipped} | {newest}, reverse=True)
+    found = sorted({one for one in _select_commits(objects) if one.key not in skipped} | {newest}, reverse=True)
     kept = {one.key for one in found[:keep]}
-    removable = {one.key: one for key in objects if (one := _directory_of(key)) and one.key not in kept}
+    removable = {one.key: one for key in objects if (one := _parse_checkpoint_key(key)) and one.key not in kept}
     removable = {key: one for key, one in removable.items() if lease.covers(one.launch_number, one.launch)}
     # The commits first: a crash after that leaves files that belong to no checkpoint, and no torn checkpoint.
     for key in objects:
@@ -437,7 +441,7 @@ def retain(store: Store, lease: Lease, newest: Directory, keep: int, skipped: Se
     for key in objects:
         if key.rpartition("/")[0] in removable and not key.endswith(f"/{COMMIT}"):
             store.delete(key)
-    with contextlib.suppress(Damaged):  # then nobody knows which blocks it needs
+    with contextlib.suppress(DamagedCheckpoint):  # then nobody knows which blocks it needs
         used = {
             f"{directory.blocks_prefix}/{seal.sha256}"
             for directory in found[:keep]
@@ -449,72 +453,74 @@ def retain(store: Store, lease: Lease, newest: Directory, keep: int, skipped: Se
                 store.delete(kept_object.key)
 
 
-def committed(store: Store, owner: Owner | None) -> list[Directory]:
+def list_commits(store: Store, owner: Owner | None) -> list[RemoteCheckpointName]:
     """Return the committed checkpoints; the last one also where a listing does not show it yet."""
     keys = [one.key for one in store.list(f"{CHECKPOINTS}/")]
     if owner is not None and owner.newest is not None:
         key = f"{owner.newest}/{COMMIT}"
         if key not in keys and store.size_and_tag(key) is not None:
             keys.append(key)
-    return list(_commits(keys))
+    return list(_select_commits(keys))
 
 
-def _commits(keys: Sequence[str]) -> Iterator[Directory]:
+def _select_commits(keys: Sequence[str]) -> Iterator[RemoteCheckpointName]:
     for key in keys:
-        directory = _directory_of(key)
+        directory = _parse_checkpoint_key(key)
         if directory is not None and key == f"{directory.key}/{COMMIT}":
             yield directory
 
 
-def _directory_of(key: str) -> Directory | None:
+def _parse_checkpoint_key(key: str) -> RemoteCheckpointName | None:
     top, _, rest = key.partition("/")
     return _parse_name(rest.partition("/")[0]) if top == CHECKPOINTS else None
 
 
-def _parse_name(name: str) -> Directory | None:
+def _parse_name(name: str) -> RemoteCheckpointName | None:
     found = _DIRECTORY.fullmatch(name)
-    return Directory(int(found[4], 16), int(found[3], 16), int(found[2]), found[5], found[1]) if found else None
+    return (
+        RemoteCheckpointName(int(found[4], 16), int(found[3], 16), int(found[2]), found[5], found[1]) if found else None
+    )
 
 
-def read_commit(store: Store, one: Directory) -> Commit:
+def read_commit(store: Store, one: RemoteCheckpointName) -> Commit:
     """Return the content of a commit; raise Damaged if it is not what halfstep wrote."""
     try:
         content, _ = _read_sealed(store, f"{one.key}/{COMMIT}")
-        files = {name: _seal(*entry) for name, entry in content["files"].items()}
-        beside = {name: [_seal(*block) for block in blocks] for name, blocks in content["beside"].items()}
+        files = {name: _validate_seal(*entry) for name, entry in content["files"].items()}
+        beside = {name: [_validate_seal(*block) for block in blocks] for name, blocks in content["beside"].items()}
         commit = Commit(content["run"], content["name"], files, beside)
     except StoreFailed as failure:
-        raise _damage(failure, COMMIT) from None
+        raise _convert_store_failure(failure, COMMIT) from None
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise Damaged(f"{COMMIT} was not written by halfstep") from None
+        raise DamagedCheckpoint(f"{COMMIT} was not written by halfstep") from None
     # Names become paths: anything but our own is refused.
     is_ours = commit.name == one.name and all(_FILE.fullmatch(name) for name in files) and MANIFEST in files
     if not is_ours or RECIPE not in beside or not set(beside) <= set(BESIDE):
-        raise Damaged(f"{COMMIT} was not written by halfstep")
+        raise DamagedCheckpoint(f"{COMMIT} was not written by halfstep")
     return commit
 
 
-def _seal(size: object, digest: object) -> Seal:
+def _validate_seal(size: object, digest: object) -> Seal:
     if type(size) is not int or size < 0 or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         raise ValueError
     return Seal(size, digest)
 
 
-def _damage(failure: StoreFailed, what: str) -> Exception:
+def _convert_store_failure(failure: StoreFailed, what: str) -> Exception:
     """Return Damaged for an object that is missing or has another size, and the failure itself for any other."""
     reasons = {MISSING: "is missing", SHORT: "has another size", CHANGED: "was replaced while it was read"}
-    return Damaged(f"{what} {reasons[failure.kind]}") if failure.kind in reasons else failure
+    return DamagedCheckpoint(f"{what} {reasons[failure.kind]}") if failure.kind in reasons else failure
 
 
 def restore(request: RestoreRequest) -> dict[str, object]:
     """Download the newest intact checkpoint of a place into an empty run folder, with all that a resume needs.
 
-    Every byte is compared with the commit. Returns a `Restored`. Raises StoreFailed `damaged` where there are commits
-    and none is intact.
+    Every byte is compared with the commit. Returns a `RestoreResult`. Raises StoreFailed `damaged` where there are
+    commits and none is intact.
     """
-    store, folder = _store(request), Path(request["folder"])
+    store, folder = _open_remote_store(request), Path(request["folder"])
     owner, _ = read_owner(store)
-    found = sorted(committed(store, owner), reverse=True)
+    found = sorted(list_commits(store, owner), reverse=True)
     latest = max([one.launch_number for one in found] + ([owner.number] if owner is not None else []), default=0)
     skipped: dict[str, str] = {}
     for one in found:
@@ -522,14 +528,14 @@ def restore(request: RestoreRequest) -> dict[str, object]:
             commit = read_commit(store, one)
             needed = sum(seal.size for seal in (*commit.files.values(), *commit.blocks))
             room, do = f"a disk with room for {needed:,} bytes", "make room there, or give run.dir on another disk"
-            with storing(f"{one.name} cannot be restored into {folder}", allowed=room, do=do):
-                _download(store, one, commit, folder / RESTORING)
-        except Damaged as damage:
+            with replace_storage_errors(f"{one.name} cannot be restored into {folder}", allowed=room, do=do):
+                _download_checkpoint(store, one, commit, folder / RESTORING)
+        except DamagedCheckpoint as damage:
             skipped[one.key] = str(damage)
             continue
-        known = Known(owner.run if owner is not None else commit.run, latest)
+        known = KnownLaunch(owner.run if owner is not None else commit.run, latest)
         _move_into_place(folder, {"remote": request["address"], **asdict(known)})
-        return asdict(Restored(one.name, known, skipped))
+        return asdict(RestoreResult(one.name, known, skipped))
     if skipped:
         lines = "\n    ".join(f"{key}: {problem}" for key, problem in list(skipped.items())[:10])
         raise StoreFailed(
@@ -539,27 +545,27 @@ def restore(request: RestoreRequest) -> dict[str, object]:
             kind=DAMAGED,
         )
     if owner is None:
-        return asdict(Restored(None, None, {}))
-    known = Known(owner.run, latest)
+        return asdict(RestoreResult(None, None, {}))
+    known = KnownLaunch(owner.run, latest)
     if owner.recipe:
         write_json(folder / LEASE, {"remote": request["address"], **asdict(known)})
         write_text(folder / RECIPE, owner.recipe)
-    return asdict(Restored(None, known, {}))
+    return asdict(RestoreResult(None, known, {}))
 
 
-def _download(store: Store, one: Directory, commit: Commit, draft: Path) -> None:
+def _download_checkpoint(store: Store, one: RemoteCheckpointName, commit: Commit, draft: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     target = draft / CHECKPOINTS / one.name
     target.mkdir(parents=True)
     for name, seal in commit.files.items():
-        _fetch(store, target / name, [(f"{one.key}/{name}", seal)])
+        _fetch_objects(store, target / name, [(f"{one.key}/{name}", seal)])
     for name, blocks in commit.beside.items():
-        _fetch(store, draft / name, [(f"{one.blocks_prefix}/{seal.sha256}", seal) for seal in blocks])
+        _fetch_objects(store, draft / name, [(f"{one.blocks_prefix}/{seal.sha256}", seal) for seal in blocks])
     flush(target)
     flush(draft)
 
 
-def _fetch(store: Store, path: Path, objects: Sequence[tuple[str, Seal]]) -> None:
+def _fetch_objects(store: Store, path: Path, objects: Sequence[tuple[str, Seal]]) -> None:
     """Write objects one after the other to a file; each is compared, and requested again once."""
     with path.open("wb") as file:
         for key, seal in objects:
@@ -568,7 +574,9 @@ def _fetch(store: Store, path: Path, objects: Sequence[tuple[str, Seal]]) -> Non
                 file.seek(begin)
                 file.truncate()
                 if _fetch_object(store, key, seal, file) != seal.sha256:
-                    raise Damaged(f"{path.name} has the right size, but a different SHA-256 than was committed")
+                    raise DamagedCheckpoint(
+                        f"{path.name} has the right size, but a different SHA-256 than was committed"
+                    )
         file.flush()
         os.fsync(file.fileno())
 
@@ -579,12 +587,12 @@ def _fetch_object(store: Store, key: str, seal: Seal, file: BinaryIO) -> str:
         facts = store.size_and_tag(key)
         if facts is None or facts.size != seal.size:
             reason = "is missing" if facts is None else f"has {facts.size:,} bytes, and {seal.size:,} were committed"
-            raise Damaged(f"{name} {reason}")
+            raise DamagedCheckpoint(f"{name} {reason}")
         for part in store.ranges(key, facts):
             digest.update(part)
             file.write(part)
     except StoreFailed as failure:
-        raise _damage(failure, name) from None
+        raise _convert_store_failure(failure, name) from None
     return digest.hexdigest()
 
 
@@ -608,24 +616,24 @@ def _add_seal(content: Mapping[str, object]) -> bytes:
 
 def _read_sealed(store: Store, key: str) -> tuple[dict[str, Any], str]:
     """Return the content of an object with its tag; wrong bytes are requested again once."""
-    with contextlib.suppress(Damaged):
+    with contextlib.suppress(DamagedCheckpoint):
         text, tag = store.read_with_tag(key)
-        return _check_seal(text), tag
+        return _parse_sealed(text), tag
     text, tag = store.read_with_tag(key)
-    return _check_seal(text), tag
+    return _parse_sealed(text), tag
 
 
-def _check_seal(text: bytes) -> dict[str, Any]:
+def _parse_sealed(text: bytes) -> dict[str, Any]:
     try:
-        found = strict_json(text[:LARGEST_JSON])
+        found = parse_strict_json(text[:LARGEST_JSON])
         content: dict[str, Any] = found["content"]
         is_intact = _add_seal(content) == text and content["form"] == FORM
     except (ValueError, KeyError, TypeError):
         is_intact = False
     if not is_intact:
-        raise Damaged("it is cut or changed")
+        raise DamagedCheckpoint("it is cut or changed")
     return content
 
 
-def _store(request: Place, most: float = math.inf) -> Store:
+def _open_remote_store(request: RemoteStoreRequest, most: float = math.inf) -> Store:
     return Store(parse_address(request["address"], "checkpoint.remote"), min(request["patience"], most))

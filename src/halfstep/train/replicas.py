@@ -38,25 +38,25 @@ class Replicas:
     def check_if_due(self, per_step: float) -> None:
         """Compare after as many steps as keep the cost below half a percent of the training."""
         attempt = self._live.progress.attempts
-        if distributed.size() == 1 or attempt < self._next:
+        if distributed.count_ranks() == 1 or attempt < self._next:
             return
         began = time.perf_counter()
         self.check(State.of(self._live))
         took = time.perf_counter() - began
         every = max(LEAST, math.ceil(took / max(MOST_SHARE * per_step, 1e-9)))
         # Clocks differ between the ranks, and all must compare at the same step.
-        self._next = attempt + int(distributed.from_rank_zero(str(every)))
+        self._next = attempt + int(distributed.broadcast_text(str(every)))
 
     def check(self, state: State) -> None:
         """Raise ReplicasDiffer on every rank where the copies in `state` differ on any."""
-        if distributed.size() == 1:
+        if distributed.count_ranks() == 1:
             return
-        differing = [one for group, tensors in _groups(state) for one in _differing(group, tensors)]
-        if distributed.summed(torch.tensor([len(differing)])).item():
+        differing = [one for group, tensors in _group_copies(state) for one in _list_differing_tensors(group, tensors)]
+        if distributed.sum_tensor_over_ranks(torch.tensor([len(differing)])).item():
             raise self._error(differing)
 
     def _error(self, differing: list[str]) -> ReplicasDiffer:
-        found = [json.loads(text) for text in distributed.from_all(json.dumps(differing[:MOST_NAMED]))]
+        found = [json.loads(text) for text in distributed.gather_texts(json.dumps(differing[:MOST_NAMED]))]
         lines = list(dict.fromkeys(line for lines in found for line in lines))
         more = "; ..." if len(lines) > MOST_NAMED else ""
         return ReplicasDiffer(
@@ -66,22 +66,22 @@ class Replicas:
         )
 
 
-def _groups(state: State) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+def _group_copies(state: State) -> Iterator[tuple[Any, dict[str, Tensor]]]:
     """Yield the tensors that are copies of one another on the ranks of a process group, with the group."""
     everywhere: dict[str, Tensor] = {}
     shards: dict[str, Tensor] = {}
     group = None
-    for name, tensor in _copies(state):
-        if not distributed.is_shard(tensor):
+    for name, tensor in _iterate_copies(state):
+        if not distributed.is_dtensor_shard(tensor):
             everywhere[name] = tensor
-        elif (found := distributed.replicas_of(tensor)) is not None:
-            shards[name], group = distributed.local(tensor), found
+        elif (found := distributed.find_replica_group(tensor)) is not None:
+            shards[name], group = distributed.unwrap_local_tensor(tensor), found
     yield None, everywhere
     if shards:
         yield group, shards
 
 
-def _copies(state: State) -> Iterator[tuple[str, Tensor]]:
+def _iterate_copies(state: State) -> Iterator[tuple[str, Tensor]]:
     # Buffers are left out: batch statistics differ by design, and under DDP rank 0 sends all of them at every step.
     yield from ((f"the weight {name}", tensor) for name, tensor in state.weights["parameters"].items())
     averages = state.ema["averages"] if state.ema is not None else {}
@@ -98,24 +98,24 @@ def _copies(state: State) -> Iterator[tuple[str, Tensor]]:
                 yield from ((part, held) for part, held in found if isinstance(held, Tensor))
 
 
-def _differing(group: Any, tensors: dict[str, Tensor]) -> list[str]:
+def _list_differing_tensors(group: Any, tensors: dict[str, Tensor]) -> list[str]:
     """Return a line for each tensor that is not the same on all ranks of a group."""
     if not tensors:
         return []
     here = next(iter(tensors.values())).device
     # An optimizer may keep its step count on the host while the weights are on a device.
-    sums = torch.stack([_checksum(tensor).to(here, non_blocking=True) for tensor in tensors.values()])
-    same = distributed.equal_on_all(sums, group)
+    sums = torch.stack([_compute_checksum(tensor).to(here, non_blocking=True) for tensor in tensors.values()])
+    same = distributed.compare_across_ranks(sums, group)
     # The one read of the device where all is well.
     if bool(same.all()):
         return []
-    ranks, by_rank = distributed.gathered(sums, group)
+    ranks, by_rank = distributed.gather_rank_numbers(sums, group)
     places = (~same).nonzero().flatten().tolist()
     names = list(tensors)
-    return [f"{names[place]} {_whose(ranks, [one[place] for one in by_rank])}" for place in places]
+    return [f"{names[place]} {_describe_differing_ranks(ranks, [one[place] for one in by_rank])}" for place in places]
 
 
-def _whose(ranks: list[int], sums: list[int]) -> str:
+def _describe_differing_ranks(ranks: list[int], sums: list[int]) -> str:
     """Return which ranks differ from most of them; two ranks cannot tell which of them is wrong."""
     (usual, many), *_ = Counter(sums).most_common(1)
     if many * 2 <= len(sums):
@@ -124,7 +124,7 @@ def _whose(ranks: list[int], sums: list[int]) -> str:
     return f"is another one on rank {', '.join(map(str, other))}"
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def _compute_checksum(tensor: Tensor) -> Tensor:
     """Return the sum of the bits as integers, modulo 2**64: a single flipped bit always changes it."""
     flat = tensor.detach().contiguous().flatten()
     if flat.is_complex():

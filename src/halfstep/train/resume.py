@@ -16,25 +16,51 @@ from torch import Tensor, nn
 
 from halfstep import distributed
 from halfstep.checkpoint.chunks import ChunkedTensor
-from halfstep.checkpoint.packing import unpack
-from halfstep.checkpoint.paths import BAD, CHECKPOINTS, CheckpointDir, Disk, sweep, sweep_aside
-from halfstep.checkpoint.reading import Like, newest_intact, none_intact, read_plain, read_tensors
+from halfstep.checkpoint.packing import unpack_state
+from halfstep.checkpoint.paths import (
+    BAD,
+    CHECKPOINTS,
+    CheckpointDir,
+    Disk,
+    remove_old_set_aside,
+    remove_unfinished_saves,
+)
+from halfstep.checkpoint.reading import (
+    Like,
+    build_none_intact_error,
+    find_newest_intact,
+    load_rank_tensors,
+    read_rank_json,
+)
 from halfstep.checkpoint.sealed import Manifest, read_manifest
-from halfstep.data.dataset import derive
+from halfstep.data.dataset import derive_seed
 from halfstep.data.order import SavedOrder
-from halfstep.errors import StateMismatch, WrongUse, add_option, option
-from halfstep.files import draft_of
+from halfstep.errors import StateMismatch, WrongUse, advise_adding_option, format_option
+from halfstep.files import find_draft_target
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
-from halfstep.journal.jsonl import JOURNAL, check_format, last_time, saved_events, sizes, truncate
-from halfstep.recipe.changes import DATA, EXTEND, RECIPE, to_extend
+from halfstep.journal.jsonl import (
+    JOURNAL,
+    check_journal_format,
+    iterate_saved_events,
+    read_journal_sizes,
+    read_last_time,
+    truncate_journal,
+)
+from halfstep.recipe.changes import DATA, EXTEND, RECIPE, suggest_extension
 from halfstep.train.checkpointing import PROBE
-from halfstep.train.environment import AutoChoices, differences, environment, read_generators, seed_all
-from halfstep.train.guarding import remedies_in
+from halfstep.train.environment import (
+    AutoChoices,
+    collect_environment,
+    collect_rng_states,
+    list_environment_changes,
+    seed_all,
+)
+from halfstep.train.guarding import read_guard_remedies
 from halfstep.train.loop import Loop
 from halfstep.train.outputs import LAST
 from halfstep.train.setup import AnyRecipe
-from halfstep.train.state import RunObjects, State, checked_components, restore
+from halfstep.train.state import RunObjects, State, check_state_components, restore_state
 
 T = TypeVar("T")
 _REPLACED = re.compile(
@@ -65,12 +91,12 @@ class FoundCheckpoint:
 
     def state_like(self, like: Like) -> State:
         """Return the state, where the tensors that `like` provides are filled and replace whole ones."""
-        tensors = read_tensors(self.generation, self.rank, like)
+        tensors = load_rank_tensors(self.generation, self.rank, like)
         return State.from_parts(self.plain, tensors, where=str(self.generation.path))
 
     def without_tensors(self, name: str) -> dict[str, Any]:
         """Return a component that has no tensors, such as the recipe."""
-        found: dict[str, Any] = unpack(self.plain[name], {}, f"{self.generation.path}, {name}")
+        found: dict[str, Any] = unpack_state(self.plain[name], {}, f"{self.generation.path}, {name}")
         return found
 
     @property
@@ -81,7 +107,7 @@ class FoundCheckpoint:
     @property
     def remedies(self) -> Remedies | None:
         """The remedies of the run's guard."""
-        return remedies_in(self.without_tensors("guards"))
+        return read_guard_remedies(self.without_tensors("guards"))
 
     def auto_choices_for(self, recipe: AnyRecipe) -> AutoChoices | None:
         """Return the automatic choices, unless the requested precision has changed: then they are made again."""
@@ -108,7 +134,7 @@ Extension = TypedDict(
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumeRecord:
     """How a run was resumed, for its journal."""
 
     attempt: int = 0
@@ -137,53 +163,57 @@ class Resumed:
         return {**asdict(self), "exact": not self.reasons and not self.changed}
 
 
-def find(folder: Path) -> FoundCheckpoint | None:
+def find_checkpoint(folder: Path) -> FoundCheckpoint | None:
     """Return the newest whole checkpoint of a run; None if it was never saved. Every rank calls it.
 
     Raises NoCheckpoint where checkpoints existed and none is whole, and StateMismatch for other components of a run.
     """
-    newest, rejected = distributed.rank_zero_or_raise(lambda: _choose(folder))
+    newest, rejected = distributed.run_on_rank_zero(lambda: _choose_checkpoint(folder))
     if newest is None:
         return None
     name, attempt, number = newest
     generation = CheckpointDir(folder / CHECKPOINTS / name, attempt, number)
     manifest = read_manifest(generation)
     # Each rank has separate files, with its own buffers and random state.
-    rank = distributed.rank() if manifest.world_size == distributed.size() else 0
-    plain = distributed.fail_together(lambda: checked_components(read_plain(generation, rank), str(generation.path)))
+    rank = distributed.rank() if manifest.world_size == distributed.count_ranks() else 0
+    plain = distributed.run_with_shared_errors(
+        lambda: check_state_components(read_rank_json(generation, rank), str(generation.path))
+    )
     return FoundCheckpoint(generation, manifest, rank, plain, rejected)
 
 
-def _choose(folder: Path) -> tuple[tuple[str, int, int] | None, list[str]]:
+def _choose_checkpoint(folder: Path) -> tuple[tuple[str, int, int] | None, list[str]]:
     """Choose a checkpoint on rank 0, which holds the lock; clear temporary files and set damaged ones aside.
 
     Returns name, attempt and number of the newest whole one, and why newer ones are rejected.
     """
-    check_format(folder / JOURNAL)
+    check_journal_format(folder / JOURNAL)
     place, disk = folder / CHECKPOINTS, Disk()
-    verdict, damaged = newest_intact(place)
+    verdict, damaged = find_newest_intact(place)
     if verdict is None:
-        _refuse_lost(folder)
+        _refuse_lost_checkpoints(folder)
     for one in damaged:
         # One that cannot be renamed stays where it is, and is skipped again the next time.
         with contextlib.suppress(OSError):
             disk.rename(one.generation.path, one.generation.path.with_name(one.generation.name + BAD))
     # Only now: where checkpoints existed and none is whole, the folder is left as it is.
-    sweep(place, disk)
-    sweep_aside(place, disk)
+    remove_unfinished_saves(place, disk)
+    remove_old_set_aside(place, disk)
     _remove_drafts(folder, disk)
     found = verdict.generation if verdict else None
     newest = (found.name, found.attempt, found.number) if found else None
     return newest, [f"{one.generation.name}: {one.problem}" for one in damaged]
 
 
-def _refuse_lost(folder: Path) -> None:
+def _refuse_lost_checkpoints(folder: Path) -> None:
     """Raise NoCheckpoint if a run was saved and has no checkpoint: it must not start over silently."""
     if _was_saved(folder):
-        raise none_intact(folder / CHECKPOINTS, ["there are none, although the journal records some"])
+        raise build_none_intact_error(folder / CHECKPOINTS, ["there are none, although the journal records some"])
     # The journal would mention a checkpoint; weights alone may be older than the first one.
-    if not sizes(folder)[JOURNAL] and not (folder / JOURNAL).exists() and (folder / LAST).exists():
-        raise none_intact(folder / CHECKPOINTS, [f"there are none, and no {JOURNAL}, although {LAST} exists"])
+    if not read_journal_sizes(folder)[JOURNAL] and not (folder / JOURNAL).exists() and (folder / LAST).exists():
+        raise build_none_intact_error(
+            folder / CHECKPOINTS, [f"there are none, and no {JOURNAL}, although {LAST} exists"]
+        )
 
 
 def _remove_drafts(folder: Path, disk: Disk) -> None:
@@ -193,7 +223,7 @@ def _remove_drafts(folder: Path, disk: Disk) -> None:
             drafts += [
                 path
                 for path in place.iterdir()
-                if _PROBE.fullmatch(path.name) or _REPLACED.fullmatch(draft_of(path.name) or "")
+                if _PROBE.fullmatch(path.name) or _REPLACED.fullmatch(find_draft_target(path.name) or "")
             ]
         for path in drafts:
             with contextlib.suppress(OSError):
@@ -201,7 +231,7 @@ def _remove_drafts(folder: Path, disk: Disk) -> None:
 
 
 def _was_saved(folder: Path) -> bool:
-    return any(_mentions_checkpoint(event) for event in saved_events(folder / JOURNAL))
+    return any(_mentions_checkpoint(event) for event in iterate_saved_events(folder / JOURNAL))
 
 
 def _mentions_checkpoint(event: events.Event) -> bool:
@@ -216,58 +246,58 @@ def resume_from(
     folder: Path,
     accepted: Collection[str],
     before: Mapping[str, object] | None = None,
-) -> Resumed:
+) -> ResumeRecord:
     """Restore the checkpoint into a loop built for it, and cut the journal back to it; or start from step 0.
 
     Everything is checked before the run or its folder changes: raises StateMismatch, BadData or WrongUse. `before` is
     the result of a finished run that is extended.
     """
     if found is None:
-        _cut_files(folder, {})
-        return Resumed()
-    state = distributed.fail_together(lambda: _state_for(loop.live, found))
-    restored = distributed.fail_together(lambda: restore(loop.live, state, accepted))
-    extended = _extension_of(loop, before) if EXTEND in accepted and restored.is_longer else None
+        _truncate_journal_files(folder, {})
+        return ResumeRecord()
+    state = distributed.run_with_shared_errors(lambda: _load_found_state(loop.live, found))
+    restored = distributed.run_with_shared_errors(lambda: restore_state(loop.live, state, accepted))
+    extended = _build_extension(loop, before) if EXTEND in accepted and restored.is_longer else None
     repeated, journal_sizes = 0, found.without_tensors("position")["journal_sizes"]
     if distributed.rank() == 0:
         # Read before the journal is cut, which drops these steps and refuses an invalid size.
         size = journal_sizes.get(JOURNAL)
         after = size if type(size) is int and size >= 0 else 0
         repeated = max(0, _read_last_attempt(folder, after) - found.generation.attempt)
-    _cut_files(folder, journal_sizes)
+    _truncate_journal_files(folder, journal_sizes)
     loop.checkpoints.resumed(found.generation)
     loop.guarding.taken_up(found.generation.attempt, found.generation.name)
-    return Resumed(
+    return ResumeRecord(
         attempt=found.generation.attempt,
         epoch=loop.progress.epoch,
         checkpoint=found.generation.name,
         repeated_steps=repeated,
-        reasons=_reasons(loop, found),
+        reasons=_list_inexact_reasons(loop, found),
         changed=[*restored.recipe, *restored.data],
         accepted=[*([RECIPE] if restored.recipe else ()), *([DATA] if restored.data else ())],
         rejected_checkpoints=found.passed_over,
-        seconds=last_time(folder / JOURNAL),
+        seconds=read_last_time(folder / JOURNAL),
         extended=extended,
     )
 
 
-def _state_for(live: RunObjects, found: FoundCheckpoint) -> State:
+def _load_found_state(live: RunObjects, found: FoundCheckpoint) -> State:
     """Return the saved state, with shards where this run has shards."""
     if not found.manifest.chunks and not distributed.is_sharded(live.parts.model.parameters()):
         state = found.state
     else:
-        state = found.state_like(like_parameters(live, found.plain, found.manifest.chunks))
-    return for_these_ranks(live, state, found.manifest)
+        state = found.state_like(build_tensor_factory(live, found.plain, found.manifest.chunks))
+    return adapt_state_to_ranks(live, state, found.manifest)
 
 
-def _reasons(loop: Loop, checkpoint: FoundCheckpoint) -> list[str]:
+def _list_inexact_reasons(loop: Loop, checkpoint: FoundCheckpoint) -> list[str]:
     """Return why the bits may differ from those without the interruption."""
     manifest = checkpoint.manifest
-    found = differences(dict(manifest.environment), environment(loop.stepper.device))
-    if manifest.world_size != distributed.size():
-        found.append(f"it was saved by {manifest.world_size} ranks, and resumes with {distributed.size()}")
+    found = list_environment_changes(dict(manifest.environment), collect_environment(loop.stepper.device))
+    if manifest.world_size != distributed.count_ranks():
+        found.append(f"it was saved by {manifest.world_size} ranks, and resumes with {distributed.count_ranks()}")
     else:
-        saved, now = _shard_size(manifest.chunks), _live_shard_size(loop.model)
+        saved, now = _count_saved_shards(manifest.chunks), _count_live_shards(loop.model)
         if saved != now:
             # Shards are summed in parts of other sizes: the last bits of a sum depend on its order, also of two terms
             # in a norm.
@@ -282,27 +312,27 @@ def _reasons(loop: Loop, checkpoint: FoundCheckpoint) -> list[str]:
     return found
 
 
-def _shard_size(chunks: Mapping[str, ChunkedTensor]) -> int:
+def _count_saved_shards(chunks: Mapping[str, ChunkedTensor]) -> int:
     """Return how many ranks shared one copy of the weights when they were saved; 1 for ranks with all weights."""
     return max((len(chunked.ranks) for chunked in chunks.values()), default=1)
 
 
-def _live_shard_size(model: nn.Module) -> int:
-    return max((math.prod(distributed.pieces(parameter)) for parameter in model.parameters()), default=1)
+def _count_live_shards(model: nn.Module) -> int:
+    return max((math.prod(distributed.list_shard_counts(parameter)) for parameter in model.parameters()), default=1)
 
 
 def _describe_shards(size: int) -> str:
     return "ranks that hold all weights" if size == 1 else f"{size} ranks to a copy of the weights"
 
 
-def _extension_of(loop: Loop, before: Mapping[str, object] | None) -> Extension:
+def _build_extension(loop: Loop, before: Mapping[str, object] | None) -> Extension:
     """Return what this launch adds to a run."""
     at, train = loop.progress.attempts, loop.recipe.train
     if at >= loop.planned:
         raise WrongUse(
-            f"{option('extend')} to {loop.planned} steps in all, and the run has taken {at} already",
+            f"{format_option('extend')} to {loop.planned} steps in all, and the run has taken {at} already",
             allowed="the total length of the run, including the steps already trained",
-            do=f"{to_extend((None, at), loop.train.steps_per_epoch)} adds one epoch",
+            do=f"{suggest_extension((None, at), loop.train.steps_per_epoch)} adds one epoch",
         )
     if before is not None and loop.progress.step_in_epoch < loop.train.steps_per_epoch:
         # The best weights of an end in the middle of an epoch, which is not evaluated again.
@@ -322,14 +352,14 @@ def _extension_of(loop: Loop, before: Mapping[str, object] | None) -> Extension:
     }
 
 
-def _cut_files(folder: Path, sizes: dict[str, int]) -> None:
+def _truncate_journal_files(folder: Path, sizes: dict[str, int]) -> None:
     if distributed.rank() == 0:
-        truncate(folder, sizes)
+        truncate_journal(folder, sizes)
 
 
 def _read_last_attempt(folder: Path, after: int = 0) -> int:
     """Return the last attempt in the journal after its first `after` bytes."""
-    written = saved_events(folder / JOURNAL, min(after, sizes(folder)[JOURNAL]))
+    written = iterate_saved_events(folder / JOURNAL, min(after, read_journal_sizes(folder)[JOURNAL]))
     steps = (event.get("attempt") for event in written if event["event"] == events.STEP)
     return max((attempt for attempt in steps if type(attempt) is int), default=0)
 
@@ -340,7 +370,7 @@ def _read_last_attempt(folder: Path, after: int = 0) -> int:
 _HOST = torch.empty(0).device
 
 
-def like_parameters(live: RunObjects, plain: Mapping[str, Any], chunks: Collection[str]) -> Like:
+def build_tensor_factory(live: RunObjects, plain: Mapping[str, Any], chunks: Collection[str]) -> Like:
     """Return a function that gives a new tensor like its parameter for weights, averages and optimizer state.
 
     Where neither the parameter nor the saved tensor is in shards, it gives None.
@@ -348,13 +378,17 @@ def like_parameters(live: RunObjects, plain: Mapping[str, Any], chunks: Collecti
     parameters = dict(live.parts.model.named_parameters())
 
     def like(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        parameter = parameters.get(_parameter_of(name, plain))
-        if parameter is not None and name.endswith("/scale") and (distributed.is_shard(parameter) or name in chunks):
-            return _like_scale(parameter, tuple(shape), dtype)
+        parameter = parameters.get(_find_parameter_name(name, plain))
+        if (
+            parameter is not None
+            and name.endswith("/scale")
+            and (distributed.is_dtensor_shard(parameter) or name in chunks)
+        ):
+            return _create_state_scale(parameter, tuple(shape), dtype)
         # Some optimizers keep one number, or one row, for a parameter; these are whole on every rank.
         if parameter is None or tuple(shape) != tuple(parameter.shape):
             return None
-        if distributed.is_shard(parameter):
+        if distributed.is_dtensor_shard(parameter):
             return torch.empty_like(parameter.detach(), dtype=dtype)
         # In the parameter's strides, which a fused optimizer expects of its state.
         return torch.empty_like(parameter.detach(), dtype=dtype, device=_HOST) if name in chunks else None
@@ -362,14 +396,18 @@ def like_parameters(live: RunObjects, plain: Mapping[str, Any], chunks: Collecti
     return like
 
 
-def _like_scale(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _create_state_scale(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor for the scales of an optimizer's state in 8 bits, one for each block of the parameter."""
-    from halfstep.step.small_states import empty_scale
+    from halfstep.step.small_states import create_scale_tensor
 
-    return empty_scale(parameter, shape, dtype) if distributed.is_shard(parameter) else torch.empty(shape, dtype=dtype)
+    return (
+        create_scale_tensor(parameter, shape, dtype)
+        if distributed.is_dtensor_shard(parameter)
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
-def _parameter_of(name: str, plain: Mapping[str, Any]) -> str:
+def _find_parameter_name(name: str, plain: Mapping[str, Any]) -> str:
     """Return the parameter that a tensor of a checkpoint belongs to; empty if there is none."""
     match name.split("/"):
         case ["weights", "parameters", parameter] | ["ema", "averages", parameter]:
@@ -380,13 +418,13 @@ def _parameter_of(name: str, plain: Mapping[str, Any]) -> str:
     return ""
 
 
-def for_these_ranks(live: RunObjects, saved: State, manifest: Manifest) -> State:
+def adapt_state_to_ranks(live: RunObjects, saved: State, manifest: Manifest) -> State:
     """Return the saved state for the current ranks and micro-batches; samples and their order stay.
 
     With another number of ranks, random generators are seeded again, since each rank had its own, and the training
     metrics of the epoch restart. Raises StateMismatch if these ranks would use different samples in a step.
     """
-    train, ranks = live.recipe.train, distributed.size()
+    train, ranks = live.recipe.train, distributed.count_ranks()
     before = saved.recipe["train"]["batch_size"] * saved.recipe["train"]["microbatches"] * manifest.world_size
     if train.batch_size * train.microbatches * ranks == before:
         divided = {name: getattr(train, name) for name in ("batch_size", "microbatches", "global_batch")}
@@ -395,13 +433,13 @@ def for_these_ranks(live: RunObjects, saved: State, manifest: Manifest) -> State
         raise _global_batch_error(live, before, manifest.world_size)
     if manifest.world_size == ranks:
         return saved
-    seed_all(derive(train.seed or 0, "ranks", ranks, manifest.attempt, distributed.rank()))
-    rng = read_generators(live.parts.stepper.device)
+    seed_all(derive_seed(train.seed or 0, "ranks", ranks, manifest.attempt, distributed.rank()))
+    rng = collect_rng_states(live.parts.stepper.device)
     return replace(saved, rng=rng, counts={**saved.counts, "epoch": State.of(live).counts["epoch"]})
 
 
 def _global_batch_error(live: RunObjects, before: int, ranks_before: int) -> StateMismatch:
-    train, ranks = live.recipe.train, distributed.size()
+    train, ranks = live.recipe.train, distributed.count_ranks()
     each = train.batch_size * ranks
     keeps = f"train.batch_size={before // ranks} train.microbatches=1" if before % ranks == 0 else ""
     if before % each == 0:
@@ -412,5 +450,7 @@ def _global_batch_error(live: RunObjects, before: int, ranks_before: int) -> Sta
         f"{ranks_before} ranks saved the run with {before} samples a step; {ranks} ranks would take "
         f"{each * train.microbatches}",
         allowed="the same number of samples a step, so that the order of the samples continues",
-        do=f"add {keeps}" if keeps else f"use a number of ranks that divides {before}, or {add_option('new')}",
+        do=f"add {keeps}"
+        if keeps
+        else f"use a number of ranks that divides {before}, or {advise_adding_option('new')}",
     )

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from halfstep.checkpoint.paths import CheckpointDir
-from halfstep.checkpoint.reading import read_state
-from halfstep.errors import StorageFailed, WrongUse, advice
+from halfstep.checkpoint.reading import read_rank_state
+from halfstep.errors import StorageFailed, WrongUse, choose_caller_wording
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.status_line import OnProgress
 from halfstep.train.environment import AutoChoices
-from halfstep.train.guarding import remedies_in
+from halfstep.train.guarding import read_guard_remedies
 from halfstep.train.loop import Loop
-from halfstep.train.process_group import rng_preserved
-from halfstep.train.resume import find, resume_from
-from halfstep.train.state import COMPONENTS, State, restore
+from halfstep.train.process_group import preserve_rng
+from halfstep.train.resume import find_checkpoint, resume_from
+from halfstep.train.state import COMPONENTS, State, restore_state
 
 Build = Callable[[Path, AutoChoices | None, Remedies | None], Loop]
 """Builds a loop in a folder, with the automatic choices of the run's start and the remedies of its guard."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class StateDifference:
     """One value that differs between the two runs."""
 
     what: str
@@ -42,7 +42,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Proof:
+class ResumeProof:
     """The result of comparing k + k steps with 2k."""
 
     steps: int
@@ -52,9 +52,9 @@ class Proof:
     tensors: int
     losses: tuple[float, ...]
     """The losses of the 2k uninterrupted steps."""
-    loss: Difference | None
+    loss: StateDifference | None
     """The first loss that differs."""
-    state: Difference | None
+    state: StateDifference | None
     """The first value of the state that differs."""
     repeatable: bool
     """Whether the first k steps, which nothing interrupts, gave the same losses twice."""
@@ -71,35 +71,35 @@ class _Segment:
     state: State
 
 
-def prove(
+def prove_exact_resume(
     build: Build, whole: Sequence[CheckpointDir], steps: int, folder: Path, on_progress: OnProgress = lambda *_: None
-) -> Proof:
+) -> ResumeProof:
     """Take 2k steps; then k steps, a save, a new build and k more; compare all losses and states.
 
     Starts at the newest of the `whole` checkpoints with 2k steps left, or at step 0. Writes into `folder`.
     Raises WrongUse for a run that is too short, and StorageFailed where the save fails.
     """
-    with rng_preserved():
-        auto_choices = AutoChoices.from_dict(_read(whole[0]).auto_choices) if whole else None
+    with preserve_rng():
+        auto_choices = AutoChoices.from_dict(_read_checkpoint_state(whole[0]).auto_choices) if whole else None
         loop = build(_make_folder(folder / "one"), auto_choices, None)
         if loop.planned < 2 * steps:
             raise _too_short_error(f"a run of {loop.planned} steps", loop.planned, steps)
         begin = next((one for one in whole if loop.planned - one.attempt >= 2 * steps), None)
-        remedies = None if begin is None else remedies_in(_read(begin).guards)
+        remedies = None if begin is None else read_guard_remedies(_read_checkpoint_state(begin).guards)
         # The model has to be built with the remedies in place, and only the checkpoint knows them.
         if remedies is not None and remedies.placed:
             loop = build(folder / "one", auto_choices, remedies)
         # 2k steps in one go, and 2k in two parts.
-        counted = _Counted(on_progress, 4 * steps)
+        counted = _ProgressCounter(on_progress, 4 * steps)
         _set_start(loop, begin)
-        with _Going(loop, counted) as going:
+        with _SteppedLoop(loop, counted) as going:
             one = _Segment(going.on(2 * steps), State.of(loop.live))
         # Removed before the second way starts: the disk needs room for one run at a time.
         shutil.rmtree(folder / "one")
         two = _train_in_two_parts(
             build, _make_folder(folder / "two"), (loop.live.auto_choices, remedies), begin, steps, counted
         )
-    return _judge_proof(one, two, steps, begin.attempt if begin else 0)
+    return _build_resume_proof(one, two, steps, begin.attempt if begin else 0)
 
 
 def _train_in_two_parts(
@@ -108,26 +108,26 @@ def _train_in_two_parts(
     known: tuple[AutoChoices, Remedies | None],
     begin: CheckpointDir | None,
     steps: int,
-    counted: _Counted,
+    counted: _ProgressCounter,
 ) -> _Segment:
     first = build(folder, *known)
     _set_start(first, begin)
-    with _Going(first, counted) as going:
+    with _SteppedLoop(first, counted) as going:
         losses = going.on(steps)
-        _save(first)
+        _save_checkpoint(first)
     # Through the disk, with a new build: nothing of the first half may survive in memory.
-    found = find(folder)
+    found = find_checkpoint(folder)
     assert found is not None
     second = build(folder, found.auto_choices, found.remedies)
     resume_from(second, found, folder, ())
-    with _Going(second, counted) as going:
+    with _SteppedLoop(second, counted) as going:
         return _Segment(losses + going.on(steps), State.of(second.live))
 
 
-class _Going:
+class _SteppedLoop:
     """A loop that advances a few steps at a time, and closes what it opened."""
 
-    def __init__(self, loop: Loop, counted: _Counted) -> None:
+    def __init__(self, loop: Loop, counted: _ProgressCounter) -> None:
         self._loop, self._attempts, self._counted = loop, loop.attempts(), counted
 
     def on(self, count: int) -> list[float]:
@@ -139,7 +139,7 @@ class _Going:
             raise _too_short_error("a run that evaluate.patience ends", len(losses), count // 2)
         return losses
 
-    def __enter__(self) -> _Going:
+    def __enter__(self) -> _SteppedLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -147,7 +147,7 @@ class _Going:
         self._loop.checkpoints.close()
 
 
-class _Counted:
+class _ProgressCounter:
     def __init__(self, on_progress: OnProgress, of: int) -> None:
         self._on_progress, self._done, self._of = on_progress, 0, of
 
@@ -156,7 +156,7 @@ class _Counted:
         self._on_progress(self._done, self._of)
 
 
-class _Notes:
+class _NoteCollector:
     """A listener for the notes of a save."""
 
     def __init__(self) -> None:
@@ -169,9 +169,9 @@ class _Notes:
     def close(self) -> None: ...
 
 
-def _save(loop: Loop) -> None:
+def _save_checkpoint(loop: Loop) -> None:
     """Save with the real commit, and wait for it."""
-    notes = _Notes()
+    notes = _NoteCollector()
     loop.journal.listeners.append(notes)
     loop.checkpoints.save()
     loop.checkpoints.finish()
@@ -186,11 +186,11 @@ def _save(loop: Loop) -> None:
 def _set_start(loop: Loop, begin: CheckpointDir | None) -> None:
     # Read again each time: an optimizer keeps using the tensors that it loads.
     if begin is not None:
-        restore(loop.live, _read(begin))
+        restore_state(loop.live, _read_checkpoint_state(begin))
 
 
-def _read(generation: CheckpointDir) -> State:
-    return State.from_parts(*read_state(generation, 0), where=str(generation.path))
+def _read_checkpoint_state(generation: CheckpointDir) -> State:
+    return State.from_parts(*read_rank_state(generation, 0), where=str(generation.path))
 
 
 def _make_folder(folder: Path) -> Path:
@@ -202,48 +202,50 @@ def _too_short_error(what: str, there: int, steps: int) -> WrongUse:
     return WrongUse(
         f"{steps} + {steps} steps of {what}",
         allowed=f"at most {there // 2} + {there // 2} of the {there} steps of the run",
-        do=advice(f"--steps {there // 2}", f"resume_steps={there // 2}") if there > 1 else "take a longer run",
+        do=choose_caller_wording(f"--steps {there // 2}", f"resume_steps={there // 2}")
+        if there > 1
+        else "take a longer run",
     )
 
 
-def _judge_proof(one: _Segment, two: _Segment, steps: int, begin: int) -> Proof:
+def _build_resume_proof(one: _Segment, two: _Segment, steps: int, begin: int) -> ResumeProof:
     pairs = enumerate(zip(one.losses, two.losses, strict=True))
     # Compared as hexadecimal text: NaN equals itself there.
     unlike = next(((at, a, b) for at, (a, b) in pairs if a.hex() != b.hex()), None)
     loss = None
     if unlike is not None:
         at, a, b = unlike
-        loss = Difference(f"the loss of step {begin + at + 1:,}", repr(a), repr(b))
-    return Proof(
+        loss = StateDifference(f"the loss of step {begin + at + 1:,}", repr(a), repr(b))
+    return ResumeProof(
         steps,
         begin,
-        tensors=sum(isinstance(value, Tensor) for _, value in _leaves_of(one.state)),
+        tensors=sum(isinstance(value, Tensor) for _, value in _iterate_component_leaves(one.state)),
         losses=tuple(one.losses),
         loss=loss,
-        state=first_difference(one.state, two.state),
+        state=find_first_difference(one.state, two.state),
         repeatable=unlike is None or unlike[0] >= steps,
     )
 
 
-def first_difference(one: State, two: State) -> Difference | None:
+def find_first_difference(one: State, two: State) -> StateDifference | None:
     """Return the first place, in the order of the components, where two states differ in a bit."""
-    ours, theirs = dict(_leaves_of(one)), dict(_leaves_of(two))
+    ours, theirs = dict(_iterate_component_leaves(one)), dict(_iterate_component_leaves(two))
     for name in dict.fromkeys([*ours, *theirs]):
         if name not in ours or name not in theirs:
             words = ["there" if name in side else "absent" for side in (ours, theirs)]
-            return Difference(name, words[0], words[1])
-        found = _unlike(name, ours[name], theirs[name])
+            return StateDifference(name, words[0], words[1])
+        found = _find_leaf_difference(name, ours[name], theirs[name])
         if found is not None:
             return found
     return None
 
 
-def _leaves_of(state: State) -> Iterator[tuple[str, Any]]:
+def _iterate_component_leaves(state: State) -> Iterator[tuple[str, Any]]:
     for name in COMPONENTS:
-        yield from _leaves(getattr(state, name), name)
+        yield from _iterate_named_leaves(getattr(state, name), name)
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _iterate_named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield tensors and plain values with the names they have in a checkpoint."""
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, Mapping):
@@ -253,35 +255,35 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if not inner:
         yield name, value
     for key, one in inner:
-        yield from _leaves(one, f"{name}/{key}")
+        yield from _iterate_named_leaves(one, f"{name}/{key}")
 
 
-def _unlike(name: str, one: Any, two: Any) -> Difference | None:
+def _find_leaf_difference(name: str, one: Any, two: Any) -> StateDifference | None:
     if isinstance(one, Tensor) and isinstance(two, Tensor):
-        return _unlike_tensors(name, one.detach().cpu(), two.detach().cpu())
+        return _find_tensor_difference(name, one.detach().cpu(), two.detach().cpu())
     # Compared as text: NaN equals itself there, and 0.0 differs from -0.0.
     same = type(one) is type(two) and repr(one) == repr(two)
-    return None if same else Difference(name, repr(one)[:80], repr(two)[:80])
+    return None if same else StateDifference(name, repr(one)[:80], repr(two)[:80])
 
 
-def _unlike_tensors(name: str, one: Tensor, two: Tensor) -> Difference | None:
-    if _facts(one) != _facts(two):
-        return Difference(name, _facts(one), _facts(two))
+def _find_tensor_difference(name: str, one: Tensor, two: Tensor) -> StateDifference | None:
+    if _describe_tensor_layout(one) != _describe_tensor_layout(two):
+        return StateDifference(name, _describe_tensor_layout(one), _describe_tensor_layout(two))
     # Bytes, since `==` calls 0.0 and -0.0 equal and NaN unequal.
-    differs = (_bytes(one) != _bytes(two)).any(1).nonzero()
+    differs = (_view_as_bytes(one) != _view_as_bytes(two)).any(1).nonzero()
     if not len(differs):
         return None
     first = int(differs[0])
     place = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(first), one.shape))
     numbers = [repr(tensor.reshape(-1)[first].item()) for tensor in (one, two)]
-    return Difference(f"{name}[{place}]" if place else name, numbers[0], numbers[1])
+    return StateDifference(f"{name}[{place}]" if place else name, numbers[0], numbers[1])
 
 
-def _facts(tensor: Tensor) -> str:
+def _describe_tensor_layout(tensor: Tensor) -> str:
     sides = "×".join(map(str, tensor.shape)) or "one number"
     return f"{sides} in {str(tensor.dtype).removeprefix('torch.')}, strides {tuple(tensor.stride())}"
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _view_as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of each element, one row per element."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.element_size())

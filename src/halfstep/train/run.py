@@ -16,40 +16,40 @@ import torch
 
 from halfstep import distributed
 from halfstep._version import __version__
-from halfstep.checkpoint.commit import LEAVING, Saver
+from halfstep.checkpoint.commit import LEAVING, CheckpointSaver
 from halfstep.checkpoint.paths import CHECKPOINTS, Disk
 from halfstep.data.order import SavedOrder
-from halfstep.draw.notebook import ShownAsPage
-from halfstep.draw.series import series_of
+from halfstep.draw.notebook import PageResult
+from halfstep.draw.series import collect_series
 from halfstep.errors import BadRecipe, Diverged, HalfstepError, RankFailed, RanksDisagree, Stopped
 from halfstep.files import read_json
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.events import Journal
-from halfstep.journal.jsonl import JOURNAL, saved_events
+from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
 from halfstep.journal.telemetry import Telemetry
-from halfstep.numbers import duration, to_float
-from halfstep.page import Column, Page, Pairs, Paragraph, Table, charts_of
+from halfstep.numbers import format_duration, to_float
+from halfstep.page import Column, Page, Pairs, Paragraph, Table, build_charts
 from halfstep.precision import flags
-from halfstep.precision.converted import converted_layers
+from halfstep.precision.converted import find_converted_layers
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.status_line import OnProgress
-from halfstep.train.environment import AutoChoices, git_revision
-from halfstep.train.give_up import OUT_OF_MEMORY, give_up, out_of_memory_error
+from halfstep.train.environment import AutoChoices, read_git_revision
+from halfstep.train.give_up import OUT_OF_MEMORY, build_oom_error, give_up_run
 from halfstep.train.guarding import Guarding
 from halfstep.train.loaders import make_loaders
-from halfstep.train.loop import Best, Loop, planned_steps
-from halfstep.train.lost_ranks import LostRanks, lost_ranks_named
-from halfstep.train.outputs import RunOutputs, wide_weights
-from halfstep.train.process_group import device_of
-from halfstep.train.resume import Resumed
+from halfstep.train.loop import BestEvaluation, Loop, count_planned_steps
+from halfstep.train.lost_ranks import LostRanks, name_lost_ranks
+from halfstep.train.outputs import RunOutputs, widen_weights
+from halfstep.train.process_group import resolve_device
+from halfstep.train.resume import ResumeRecord
 from halfstep.train.run_folder import RESULT
-from halfstep.train.setup import AnyRecipe, Parts, prepare, without_weights
-from halfstep.train.signals import Stopping, not_begun
-from halfstep.train.status import job_id, restart_count
-from halfstep.train.task import Task, no_progress
-from halfstep.train.watchdog import ENDING, Beat, no_beat
-from halfstep.train.weights import digest, infinite_buffers
+from halfstep.train.setup import AnyRecipe, TrainingParts, build_training_parts, remove_initial_weights
+from halfstep.train.signals import StopSignalHandler, build_not_begun_error
+from halfstep.train.status import count_restarts, find_job_id
+from halfstep.train.task import Task, ignore_progress
+from halfstep.train.watchdog import ENDING, Beat, ignore_beat
+from halfstep.train.weights import compute_weights_digest, find_infinite_buffers
 
 INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gave_up"
 LOST = 1.0
@@ -57,13 +57,13 @@ LOST = 1.0
 
 
 @dataclass(frozen=True)
-class Run(ShownAsPage):
+class Run(PageResult):
     """A finished run."""
 
     dir: Path
     metrics: dict[str, float]
     """The metrics of the last evaluation."""
-    best: Best
+    best: BestEvaluation
     """The task's metric, its best value, and the epoch of it."""
     reason: str
     precision: str
@@ -74,7 +74,7 @@ class Run(ShownAsPage):
     def page(self) -> Page:
         """Return the page about it: its best value, its length, its metrics and its curves."""
         # A run draws when it is shown: training loads no charts.
-        from halfstep.draw.curves import run_curves
+        from halfstep.draw.curves import build_series_charts
 
         best = self.best
         value = "no finite value" if best["value"] is None else f"{best['value']:.4g}, after epoch {best['epoch']}"
@@ -83,17 +83,17 @@ class Run(ShownAsPage):
             ("folder", str(self.dir)),
             ("precision", self.precision),
             ("steps", f"{self.steps:,}" + (f", {skips}" if skips else ", none skipped")),
-            ("time", duration(self.seconds)),
+            ("time", format_duration(self.seconds)),
         )
         columns = (Column("metric", wrap="fold"), Column("last evaluation", "right"))
         metrics = Table(columns, tuple((name, f"{value:.4g}") for name, value in self.metrics.items()), gap=True)
-        charts = run_curves(series_of(saved_events(self.dir / JOURNAL)))
+        charts = build_series_charts(collect_series(iterate_saved_events(self.dir / JOURNAL)))
         ended = self.reason.replace("_", " ")
         blocks = (Paragraph(f"{ended}: best {best['metric']} {value}"), Pairs(facts), metrics)
-        return Page(f"run {self.dir.name}", (*blocks, *charts_of(*charts)))
+        return Page(f"run {self.dir.name}", (*blocks, *build_charts(*charts)))
 
 
-def finished_run(folder: Path) -> Run | None:
+def read_finished_run(folder: Path) -> Run | None:
     """Return the finished run in `folder` as its result describes it; None if there is no whole result."""
     found = read_json(folder / RESULT) or {}
     try:
@@ -104,7 +104,7 @@ def finished_run(folder: Path) -> Run | None:
         return None
 
 
-def train(
+def run_training(
     loop: Loop,
     folder: Path,
     *,
@@ -112,7 +112,7 @@ def train(
     command: str,
     notes: list[str],
     sizing: Sequence[ChosenSetting] = (),
-    resumed: Resumed | None = None,
+    resumed: ResumeRecord | None = None,
     lost: LostRanks | None = None,
 ) -> Run:
     """Train the loop of `make_loop`, and write everything to `folder`. Every rank calls it.
@@ -124,15 +124,26 @@ def train(
     # Counted from the start of the journal: a resumed run includes its earlier launches.
     began, journal = time.perf_counter() - loop.journal.seconds, loop.journal
     loop.outputs.facts(loop.task)
-    facts = {"format": events.FORMAT, "label": label, "dir": str(folder), "command": command, **_facts(loop)}
-    facts |= {"host": socket.gethostname(), "rank": distributed.rank(), "job": job_id(), "restarts": restart_count()}
+    facts = {
+        "format": events.FORMAT,
+        "label": label,
+        "dir": str(folder),
+        "command": command,
+        **_collect_start_facts(loop),
+    }
+    facts |= {
+        "host": socket.gethostname(),
+        "rank": distributed.rank(),
+        "job": find_job_id(),
+        "restarts": count_restarts(),
+    }
     facts |= {"notes": [*notes, *facts["notes"]], "sizing": [one._asdict() for one in sizing]}
     journal.emit(events.START, **facts, resumed=None if resumed is None else resumed.as_dict())
     reason: str = FAILED
     more: Mapping[str, str | None] = {}
     leaving = LEAVING
     try:
-        with _note_end(loop), lost_ranks_named(lost):
+        with _note_ending(loop), name_lost_ranks(lost):
             if resumed is not None and resumed.is_new_length_or_settings:
                 # A checkpoint with the new settings, so that they need not be accepted again.
                 loop.checkpoints.save()
@@ -153,11 +164,11 @@ def train(
         )
         raise
     except Diverged as error:
-        reason, ending = GAVE_UP, give_up(loop, error, command)
+        reason, ending = GAVE_UP, give_up_run(loop, error, command)
         more = ending.as_dict()
         raise ending.error from error
     except Exception as error:
-        if (failed := out_of_memory_error(loop, error, command)) is None:
+        if (failed := build_oom_error(loop, error, command)) is None:
             leaving = LOST if isinstance(error, RankFailed) and not error.usable else LEAVING
             # The traceback, for the log, of an error that does not explain itself, such as one of a task's own code.
             more = {} if isinstance(error, HalfstepError) else {"error": "".join(traceback.format_exception(error))}
@@ -167,17 +178,17 @@ def train(
     finally:
         # Before the end is recorded: the last save may still fail or succeed.
         loop.checkpoints.close(leaving)
-        run = _finish_run(loop, folder, reason, time.perf_counter() - began)
+        run = _build_finished_run(loop, folder, reason, time.perf_counter() - began)
         summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
         remedies = [str(remedy) for remedy in loop.guarding.remedies.placed]
         loop.journal.emit(events.END, reason=reason, remedies=remedies, **summary, **more)
-    result = {**_result(run, loop.parts, weights), "remedies": loop.guarding.remedies.as_dict()}
+    result = {**_build_result(run, loop.parts, weights), "remedies": loop.guarding.remedies.as_dict()}
     loop.outputs.result(result, run.best["epoch"])
     return run
 
 
 @contextmanager
-def _note_end(loop: Loop) -> Iterator[None]:
+def _note_ending(loop: Loop) -> Iterator[None]:
     """Note at the end, however it comes, that this rank waits for no other one any more: they may end before it."""
     try:
         yield
@@ -194,9 +205,9 @@ def make_loop(
     auto_choices: AutoChoices | None = None,
     remedies: Remedies | None = None,
     order: SavedOrder | None = None,
-    stopping: Stopping | None = None,
-    on_progress: OnProgress = no_progress,
-    beat: Beat = no_beat,
+    stopping: StopSignalHandler | None = None,
+    on_progress: OnProgress = ignore_progress,
+    beat: Beat = ignore_beat,
     disk: Disk | None = None,
 ) -> Loop:
     """Build everything for a run without taking a step.
@@ -205,27 +216,27 @@ def make_loop(
     order of its samples. With `auto_choices`, the weights come from a checkpoint. `beat` is called with everything that
     the loop does. `disk` writes the checkpoints.
     """
-    stopping = stopping or Stopping()
+    stopping = stopping or StopSignalHandler()
     starting = recipe
     if auto_choices is not None:
         # The checkpoint has the weights: nothing is downloaded or read for the initial ones.
-        starting = task.recipe = without_weights(recipe)
-    device = device_of(recipe.train.device)
+        starting = task.recipe = remove_initial_weights(recipe)
+    device = resolve_device(recipe.train.device)
     beat("reading the data", 0)
     loaders = make_loaders(task, recipe, device, auto_choices.num_workers if auto_choices else None, order)
-    _leave_if_asked(stopping)
+    _raise_if_stopped(stopping)
     per_epoch = loaders.train.steps_per_epoch
-    total = planned_steps(recipe, per_epoch)
+    total = count_planned_steps(recipe, per_epoch)
     # A resumed run may have its warm-up behind it.
     if auto_choices is None:
-        _ends_its_warmup(recipe, total)
+        _check_warmup_length(recipe, total)
     beat("building the model", 0)
 
     def told(done: int, of: int) -> None:
         beat("preparing the data", done)
         on_progress(done, of)
 
-    parts = prepare(
+    parts = build_training_parts(
         task,
         starting,
         device,
@@ -235,7 +246,7 @@ def make_loop(
         remedies=remedies,
         on_progress=told,
     )
-    _leave_if_asked(stopping)
+    _raise_if_stopped(stopping)
     parts.notes += loaders.notes
     options = recipe.checkpoint
     return Loop(
@@ -246,7 +257,7 @@ def make_loop(
         loaders.val,
         journal=journal,
         outputs=RunOutputs(
-            folder, journal, recipe.run.pictures, infinite_buffers(parts.model), recipe.run.pictures_kept
+            folder, journal, recipe.run.pictures, find_infinite_buffers(parts.model), recipe.run.pictures_kept
         ),
         telemetry=Telemetry(device).read,
         auto_choices=replace(
@@ -254,7 +265,7 @@ def make_loop(
             order=loaders.order,
         ),
         data_fingerprint=loaders.data_fingerprint,
-        saver=Saver(
+        saver=CheckpointSaver(
             folder / CHECKPOINTS,
             keep=options.keep,
             party=distributed.RankGroup(),
@@ -267,7 +278,7 @@ def make_loop(
     )
 
 
-def _ends_its_warmup(recipe: AnyRecipe, total: int) -> None:
+def _check_warmup_length(recipe: AnyRecipe, total: int) -> None:
     """Raise BadRecipe if the run ends before its warm-up: it would never reach its learning rate."""
     if recipe.schedule.warmup_steps >= total:
         raise BadRecipe(
@@ -277,14 +288,14 @@ def _ends_its_warmup(recipe: AnyRecipe, total: int) -> None:
         )
 
 
-def _leave_if_asked(stopping: Stopping) -> None:
+def _raise_if_stopped(stopping: StopSignalHandler) -> None:
     """Stop between two stages of setup, where one of the ranks was asked to."""
-    asked = [name for name in distributed.from_all(stopping.asked or "") if name]
+    asked = [name for name in distributed.gather_texts(stopping.asked or "") if name]
     if asked:
-        raise not_begun(stopping.asked or asked[0])
+        raise build_not_begun_error(stopping.asked or asked[0])
 
 
-def _facts(loop: Loop) -> dict[str, Any]:
+def _collect_start_facts(loop: Loop) -> dict[str, Any]:
     """Return the facts that are shown before the first step."""
     task, train, choice, device = loop.task, loop.recipe.train, loop.parts.choice, loop.stepper.device
     parameters, samples = list(loop.model.parameters()), len(loop.train.samples)
@@ -300,13 +311,13 @@ def _facts(loop: Loop) -> dict[str, Any]:
             "took": choice.took,
             "chosen": choice.precision.name,
             "summary": choice.precision.summary,
-            "converted": converted_layers(loop.model),
+            "converted": find_converted_layers(loop.model),
             "reasons": list(choice.reasons),
         },
         "device": {"name": choice.device.name, "place": str(device)},
         "batch": {
             "per_device": train.batch_size,
-            "devices": distributed.size(),
+            "devices": distributed.count_ranks(),
             "microbatches": train.microbatches,
             "total": loop.train.share.window,
         },
@@ -317,15 +328,15 @@ def _facts(loop: Loop) -> dict[str, Any]:
             "total": sum(p.numel() for p in parameters),
             "trainable": sum(p.numel() for p in parameters if p.requires_grad),
         },
-        "flags": flags.read_flags(),
+        "flags": flags.read_fp32_flags(),
         "versions": {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "git": git_revision(Path.cwd()),
+        "git": read_git_revision(Path.cwd()),
         "metric": {"name": task.metric, "higher_is_better": task.higher_is_better},
         "findings": [finding.as_dict() for finding in loop.stepper.findings],
     }
 
 
-def _finish_run(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:
+def _build_finished_run(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:
     counts = loop.stepper.counts
     return Run(
         dir=folder,
@@ -339,7 +350,7 @@ def _finish_run(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:
     )
 
 
-def _result(run: Run, parts: Parts, weights: str) -> dict[str, object]:
+def _build_result(run: Run, parts: TrainingParts, weights: str) -> dict[str, object]:
     observed = parts.stepper.observed
     return {
         "reason": run.reason,
@@ -354,12 +365,12 @@ def _result(run: Run, parts: Parts, weights: str) -> dict[str, object]:
     }
 
 
-def _require_same_weights(parts: Parts, journal: Journal) -> str:
+def _require_same_weights(parts: TrainingParts, journal: Journal) -> str:
     """Return the digest of the weights; raise RanksDisagree unless it is the same on all ranks."""
-    weights = digest(wide_weights(parts.model, parts.stepper.weights))
-    if distributed.size() == 1:
+    weights = compute_weights_digest(widen_weights(parts.model, parts.stepper.weights))
+    if distributed.count_ranks() == 1:
         return weights
-    digests = distributed.from_all(weights)
+    digests = distributed.gather_texts(weights)
     if len(set(digests)) > 1:
         raise RanksDisagree(
             f"the weights differ between processes at the end: {', '.join(d[:12] for d in digests)}",

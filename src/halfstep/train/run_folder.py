@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.errors import (
     RUN_FINISHED,
     BadData,
@@ -26,12 +26,12 @@ from halfstep.errors import (
     StateMismatch,
     Unsafe,
     WrongUse,
-    add_option,
-    option,
+    advise_adding_option,
+    format_option,
 )
-from halfstep.files import draft_of, read_json, write_text
+from halfstep.files import find_draft_target, read_json, write_text
 from halfstep.journal.jsonl import is_earlier_part
-from halfstep.ownership import LOCK, Holder, Ownership, check_ownership, is_alive, read_holder
+from halfstep.ownership import LOCK, FolderOwnership, RecordedProcess, check_ownership, is_process_alive, read_holder
 from halfstep.recipe.changes import (
     BATCH,
     EXTEND,
@@ -41,22 +41,29 @@ from halfstep.recipe.changes import (
     REWARM,
     Change,
     SavedRun,
-    changes,
-    different,
+    build_recipe_changed_error,
     drop_keys,
-    extended,
-    in_words,
+    extend_recipe,
+    format_change_list,
+    format_length,
     is_longer,
-    listed,
-    recipe_changed,
-    to_go_on,
-    with_extensions,
+    list_differences,
+    list_relevant_changes,
+    replace_extensions,
+    suggest_longer_run,
 )
 from halfstep.recipe.changes import RECIPE as RECIPE_CHANGE
-from halfstep.recipe.sources import read_bounded
-from halfstep.recipe.strict_yaml import read_yaml, to_yaml
-from halfstep.status_files import RUNNING, StatusFile, rank_of_file, read_status, status_file, timestamp
-from halfstep.status_line import Now, unwatched
+from halfstep.recipe.sources import read_recipe_bytes
+from halfstep.recipe.strict_yaml import dump_recipe_yaml, parse_yaml
+from halfstep.status_files import (
+    RUNNING,
+    RankStatusRecord,
+    name_status_file,
+    parse_status_rank,
+    parse_timestamp,
+    read_status,
+)
+from halfstep.status_line import Now, ignore_status
 
 TRIES = 5
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
@@ -68,7 +75,7 @@ WRITES = 50.0
 """Status files that all ranks together write in a second: heartbeats of many ranks are farther apart."""
 
 
-class FolderLock(Ownership):
+class FolderLock(FolderOwnership):
     """An exclusive lock on a folder, held until `release` or the end of the process."""
 
     def release(self) -> None:
@@ -82,7 +89,7 @@ class FolderLock(Ownership):
                         os.ftruncate(self._descriptor, 0)
                 if self._descriptor is not None:
                     # Closing alone is not enough: a child that is being forked holds the descriptor for a moment.
-                    _fcntl().flock(self._descriptor, _fcntl().LOCK_UN)
+                    _import_fcntl().flock(self._descriptor, _import_fcntl().LOCK_UN)
             super().release()
 
     def is_of(self, descriptor: int) -> bool:
@@ -99,20 +106,20 @@ class FolderLock(Ownership):
             return True
 
 
-def lock(folder: Path, now: Now = unwatched) -> FolderLock:
+def lock_folder(folder: Path, now: Now = ignore_status) -> FolderLock:
     """Return the lock of an existing folder; raise FolderTaken with the holder where another process has it.
 
     A file system may grant a lock to every host, or to everyone: a run that is seen to be alive has the folder too.
     A run of another host is watched for some seconds before its folder is taken; `now` receives that.
     """
     path = folder / LOCK
-    _fcntl()
+    _import_fcntl()
     try:
-        elsewhere = running_elsewhere(folder)
+        elsewhere = find_run_elsewhere(folder)
         if elsewhere is not None:
-            _watch(folder, elsewhere, now)
+            _watch_heartbeat(folder, elsewhere, now)
         with _changing:
-            taken = _take(path)
+            taken = _take_folder_lock(path)
             _held.add(taken)
             return taken
     except OSError as error:
@@ -123,20 +130,20 @@ def lock(folder: Path, now: Now = unwatched) -> FolderLock:
         ) from None
 
 
-def _take(path: Path) -> FolderLock:
+def _take_folder_lock(path: Path) -> FolderLock:
     for _ in range(TRIES):
         # O_NOFOLLOW: a link in the folder must not make the run lock, and write to, another file.
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EINVAL, f"{LOCK} is not a file")
-            _lock_now(path.parent, descriptor)
+            _lock_descriptor(path.parent, descriptor)
             # The folder may have been cleared since the open: the locked file would then have no name.
-            if _is_still(path, descriptor):
+            if _is_still_locked_file(path, descriptor):
                 _refuse_running_here(path.parent, descriptor)
                 token = secrets.token_hex(8)
-                text = json.dumps(asdict(Holder.own(token))).encode() + b"\n"
-                return FolderLock(path.parent, descriptor, token, is_signed=_write(descriptor, text))
+                text = json.dumps(asdict(RecordedProcess.own(token))).encode() + b"\n"
+                return FolderLock(path.parent, descriptor, token, is_signed=_write_lock_text(descriptor, text))
         except BaseException:
             os.close(descriptor)
             raise
@@ -144,23 +151,23 @@ def _take(path: Path) -> FolderLock:
     raise OSError(errno.EBUSY, f"{LOCK} is removed again and again")
 
 
-def _lock_now(folder: Path, descriptor: int) -> None:
+def _lock_descriptor(folder: Path, descriptor: int) -> None:
     try:
-        _fcntl().flock(descriptor, _fcntl().LOCK_EX | _fcntl().LOCK_NB)
+        _import_fcntl().flock(descriptor, _import_fcntl().LOCK_EX | _import_fcntl().LOCK_NB)
     except OSError as error:
         if error.errno in HELD:
-            raise _in_use_error(folder, _holder(descriptor)) from None
+            raise _in_use_error(folder, _wait_for_holder(descriptor)) from None
         raise
 
 
-def _is_still(path: Path, descriptor: int) -> bool:
+def _is_still_locked_file(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
 
-def _write(descriptor: int, text: bytes) -> bool:
+def _write_lock_text(descriptor: int, text: bytes) -> bool:
     """Replace the text of a lock file; return whether the disk took it: a lock holds without its text."""
     try:
         os.ftruncate(descriptor, 0)
@@ -171,7 +178,7 @@ def _write(descriptor: int, text: bytes) -> bool:
     return True
 
 
-def _in_use_error(folder: Path, holder: Holder | None) -> FolderTaken:
+def _in_use_error(folder: Path, holder: RecordedProcess | None) -> FolderTaken:
     who, stop = str(holder or "another process"), ""
     if holder is not None and holder.is_here and holder.pid == os.getpid():
         who = f"this process (another run in it, since {holder.since})"
@@ -180,11 +187,11 @@ def _in_use_error(folder: Path, holder: Holder | None) -> FolderTaken:
     return FolderTaken(
         f"{folder} is in use by {who}",
         allowed="one process per folder",
-        do=f"wait for it, {stop}or {_other_folder_advice()}",
+        do=f"wait for it, {stop}or {_suggest_other_folder()}",
     )
 
 
-def _holder(descriptor: int) -> Holder | None:
+def _wait_for_holder(descriptor: int) -> RecordedProcess | None:
     for _ in range(TRIES):
         holder = read_holder(descriptor)
         if holder is not None:
@@ -193,7 +200,7 @@ def _holder(descriptor: int) -> Holder | None:
     return None
 
 
-def _fcntl() -> ModuleType:
+def _import_fcntl() -> ModuleType:
     try:
         import fcntl
     except ImportError:
@@ -222,40 +229,40 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-def running_elsewhere(folder: Path) -> StatusFile | None:
+def find_run_elsewhere(folder: Path) -> RankStatusRecord | None:
     """Return the status of rank 0 if it says that the run is running on another host."""
     status = _read_running_status(folder)
     holder = status.holder if status else None
     return status if holder is not None and not holder.is_here else None
 
 
-def _read_running_status(folder: Path) -> StatusFile | None:
+def _read_running_status(folder: Path) -> RankStatusRecord | None:
     status = read_status(folder, 0)
     return status if status is not None and status.state == RUNNING else None
 
 
-def _watch(folder: Path, before: StatusFile, now_does: Now) -> None:
+def _watch_heartbeat(folder: Path, before: RankStatusRecord, now_does: Now) -> None:
     """Raise FolderTaken if the heartbeat of a run on another host moves; no clocks are compared."""
-    seconds = _watch_seconds(before)
+    seconds = _compute_watch_seconds(before)
     now_does(f"watching for {seconds:.0f} s whether {before.holder} still runs")
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.25)
-        now = running_elsewhere(folder)
-        if now is None and not (folder / status_file(0)).exists():
+        now = find_run_elsewhere(folder)
+        if now is None and not (folder / name_status_file(0)).exists():
             continue  # a file system without atomic renames
         if now is None:
             return
-        if _heartbeat(now) != _heartbeat(before):
+        if _build_heartbeat_key(now) != _build_heartbeat_key(before):
             raise _in_use_error(folder, now.holder)
 
 
-def _heartbeat(status: StatusFile) -> tuple[object, ...]:
+def _build_heartbeat_key(status: RankStatusRecord) -> tuple[object, ...]:
     # Files of earlier versions have no `beat`: their time of writing changes even if the clock is wrong.
     return status.launch, status.beat, status.time, status.step, status.phase
 
 
-def _watch_seconds(status: StatusFile) -> float:
+def _compute_watch_seconds(status: RankStatusRecord) -> float:
     return min(max(WATCHED, HEARTBEATS * max(status.world or 1, 1) / WRITES), LONGEST_WATCH)
 
 
@@ -268,14 +275,14 @@ def _refuse_running_here(folder: Path, descriptor: int) -> None:
         if holder.pid == os.getpid():
             is_running = any(one.is_of(descriptor) for one in _held)
         else:
-            is_running = is_alive(holder.pid, timestamp(holder.since)) and _has_open(
-                holder.pid, [os.fstat(descriptor), *_journal(folder)]
+            is_running = is_process_alive(holder.pid, parse_timestamp(holder.since)) and _has_open(
+                holder.pid, [os.fstat(descriptor), *_stat_journal(folder)]
             )
         if is_running:
             raise _in_use_error(folder, holder)
 
 
-def _journal(folder: Path) -> list[os.stat_result]:
+def _stat_journal(folder: Path) -> list[os.stat_result]:
     with contextlib.suppress(OSError):
         return [os.stat(folder / "journal.jsonl", follow_symlinks=False)]
     return []
@@ -314,7 +321,7 @@ NEW: State = "new"
 UNFINISHED: State = "unfinished"
 
 
-def recipe_in(folder: Path) -> Path:
+def find_recipe_file(folder: Path) -> Path:
     """Return the path of the recipe in a run's folder; raise BadData if there is no run."""
     if not (folder / RECIPE).is_file():
         raise BadData(
@@ -325,7 +332,7 @@ def recipe_in(folder: Path) -> Path:
     return folder / RECIPE
 
 
-def run_dir(recipe: Any, label: str) -> Path:
+def choose_run_dir(recipe: Any, label: str) -> Path:
     """Return the folder that a recipe names, or else the one of its label."""
     return Path(recipe.run.dir or Path("runs", label))
 
@@ -352,7 +359,7 @@ def open_run(
     *,
     drawn: Collection[str] = (),
     accepted: Collection[str] = (),
-    now: Now = unwatched,
+    now: Now = ignore_status,
     fill: Callable[[Path], bool] = lambda path: False,
 ) -> RunFolder:
     """Create the run's folder and write the recipe, or open an unfinished run of this recipe.
@@ -363,18 +370,18 @@ def open_run(
     it did; a run of another recipe is removed again. Raises FolderTaken, StateMismatch or Unsafe if the folder cannot
     be used.
     """
-    wanted = run_dir(recipe, label)
+    wanted = choose_run_dir(recipe, label)
     try:
-        if EXTEND in accepted and _read_written(wanted) is None:
+        if EXTEND in accepted and _read_folder_recipe(wanted) is None:
             raise FolderTaken(
-                f"{option('extend')}, and there is no run in {wanted}",
+                f"{format_option('extend')}, and there is no run in {wanted}",
                 allowed="an existing run; run.dir=FOLDER names another one",
-                do=f"remove {option('extend')} to start it",
+                do=f"remove {format_option('extend')} to start it",
             )
-        path = _first_free(wanted) if new else _make_folder(wanted)
+        path = _create_free_folder(wanted) if new else _make_folder(wanted)
         if not _is_restoring(path, recipe):
             _refuse_foreign(path)
-        held = lock(path, now)
+        held = lock_folder(path, now)
         try:
             if new or not fill(path):
                 return _open_locked(path, recipe, drawn, accepted, held)
@@ -386,19 +393,22 @@ def open_run(
                 raise StateMismatch(
                     error.given,
                     allowed="one run for each checkpoint.remote",
-                    do=f"give another checkpoint.remote, or {add_option('accept_recipe_change')} to continue that run",
+                    do=(
+                        f"give another checkpoint.remote, or {advise_adding_option('accept_recipe_change')} to "
+                        "continue that run"
+                    ),
                     id=error.id,
                 ) from None
         except BaseException:
             held.release()
             raise
     except OSError as error:
-        raise _cannot_create(wanted, error) from None
+        raise _cannot_create_error(wanted, error) from None
 
 
 def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted: Collection[str] = ()) -> State:
     """Raise what `open_run` would raise, without changing a run; for commands that have yet to import torch."""
-    path = run_dir(recipe, label)
+    path = choose_run_dir(recipe, label)
     try:
         if not path.exists():
             # Raises OSError for a path that is too long, with the longest name in a run's folder.
@@ -406,17 +416,17 @@ def check_run(recipe: Any, label: str, *, drawn: Collection[str] = (), accepted:
             return NEW
         if not _is_restoring(_make_folder(path), recipe):
             _refuse_foreign(path)
-        if _read_written(path) is None:
+        if _read_folder_recipe(path) is None:
             return NEW
-        if running_elsewhere(path) is not None:
+        if find_run_elsewhere(path) is not None:
             return UNFINISHED  # `open_run` watches that host first; until then nothing is written, not even the lock
-        held = lock(path)
+        held = lock_folder(path)
         try:
             return _open_locked(path, recipe, drawn, accepted, held).state
         finally:
             held.release()
     except OSError as error:
-        raise _cannot_create(path, error) from None
+        raise _cannot_create_error(path, error) from None
 
 
 def _open_locked(
@@ -431,51 +441,53 @@ def _open_locked(
     placed = _replace_setting(recipe, "run.dir", str(path))
     _refuse_foreign(path)
     _refuse_links(path)
-    written = _read_written(path)
+    written = _read_folder_recipe(path)
     if written is None:
         # A launch that was killed while it wrote the recipe leaves this file and nothing else.
         check_ownership(path)
         for draft in filter(_is_draft, path.iterdir()):
             draft.unlink()
-        write_text(path / RECIPE, to_yaml(placed))
+        write_text(path / RECIPE, dump_recipe_yaml(placed))
         return RunFolder(path, NEW, placed, held)
     result = read_json(path / RESULT)
-    saved = generations(path / CHECKPOINTS)
+    saved = list_generations(path / CHECKPOINTS)
     known = result if isinstance(result, dict) or result is None else {}
     before = SavedRun(written, known, saved[0].attempt if saved else 0)
     own = {EXTENSIONS} if recipe.schedule.extensions in ([], before.extensions) else set()
-    changed = changes(written, recipe, ignore={"run.dir", *own, *drawn})
+    changed = list_relevant_changes(written, recipe, ignore={"run.dir", *own, *drawn})
     if before.result is not None and EXTEND not in accepted:
         raise _finished_error(path, changed, recipe, before)
     # The data itself is compared when it is read, and the samples of a step with those of the checkpoint's ranks.
     changed = drop_keys(changed, (*PLACES, *BATCH))
     unexplained = drop_keys(changed, LENGTH) if EXTEND in accepted else changed
     if unexplained and RECIPE_CHANGE not in accepted:
-        raise recipe_changed(f"the {'unfinished ' if before.result is None else ''}run in {place or path}", unexplained)
+        raise build_recipe_changed_error(
+            f"the {'unfinished ' if before.result is None else ''}run in {place or path}", unexplained
+        )
     if EXTEND in accepted:
-        placed = extended(placed, before, rewarm=REWARM in accepted)
+        placed = extend_recipe(placed, before, rewarm=REWARM in accepted)
     elif not placed.schedule.extensions:
-        placed = with_extensions(placed, before.extensions)
+        placed = replace_extensions(placed, before.extensions)
     for key in drawn:
         section, name = key.split(".")
         placed = _replace_setting(placed, key, written.get(section, {}).get(name))
     return RunFolder(path, UNFINISHED, placed, held, changed, before.result)
 
 
-def unfinish(path: Path) -> None:
+def remove_result(path: Path) -> None:
     """Remove the result of a run that is extended; the journal keeps it."""
     check_ownership(path / RESULT)
     (path / RESULT).unlink(missing_ok=True)
 
 
-def keep_recipe(path: Path, recipe: Any) -> None:
+def write_run_recipe(path: Path, recipe: Any) -> None:
     """Write `recipe` as the recipe of the run in `path` from now on."""
-    text = to_yaml(recipe)
+    text = dump_recipe_yaml(recipe)
     # Most often it is what `open_run` has just written; a file with the same content in another form stays.
     with contextlib.suppress(HalfstepError):
-        if read_bounded(path / RECIPE) == text.encode():
+        if read_recipe_bytes(path / RECIPE) == text.encode():
             return
-    if different(_read_written(path) or {}, recipe):
+    if list_differences(_read_folder_recipe(path) or {}, recipe):
         write_text(path / RECIPE, text)
 
 
@@ -492,7 +504,7 @@ def _make_folder(path: Path) -> Path:
     return path
 
 
-def _first_free(path: Path) -> Path:
+def _create_free_folder(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     for number in range(1, MOST_RUNS):
         candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
@@ -509,11 +521,11 @@ def _first_free(path: Path) -> Path:
 
 def _refuse_foreign(path: Path) -> None:
     """Raise FolderTaken for a folder with foreign files; not even a lock is created in it."""
-    if _read_written(path) is None and not all(_is_leftover(entry) for entry in path.iterdir()):
+    if _read_folder_recipe(path) is None and not all(_is_leftover(entry) for entry in path.iterdir()):
         raise FolderTaken(
             f"{path} contains files, but no readable {RECIPE}",
             allowed="an absent or empty folder",
-            do=_other_folder_advice(),
+            do=_suggest_other_folder(),
         )
 
 
@@ -535,18 +547,18 @@ def _refuse_links(path: Path) -> None:
             raise Unsafe(
                 f"{path / name} is {'a link' if stat.S_ISLNK(mode) else f'no {kind}'}, and the run would write into it",
                 allowed=f"a {kind} of the run's own",
-                do=f"find out what created it, and move it away; or {_other_folder_advice()}",
+                do=f"find out what created it, and move it away; or {_suggest_other_folder()}",
             )
 
 
 def _is_leftover(entry: Path) -> bool:
     """Return whether `entry` is a file of a run that failed to start: another rank may write while rank 0 clears up."""
-    return entry.name == LOCK or _is_draft(entry) or rank_of_file(entry.name) is not None
+    return entry.name == LOCK or _is_draft(entry) or parse_status_rank(entry.name) is not None
 
 
 def _is_draft(entry: Path) -> bool:
     """Return whether `entry` is left from writing a recipe; see `files.replacing`."""
-    return draft_of(entry.name) == RECIPE and entry.is_file() and not entry.is_symlink()
+    return find_draft_target(entry.name) == RECIPE and entry.is_file() and not entry.is_symlink()
 
 
 def _replace_setting(recipe: Any, key: str, value: Any) -> Any:
@@ -560,53 +572,59 @@ def _finished_error(path: Path, changed: list[Change], recipe: Any, before: Save
     asked = recipe.train.epochs, recipe.train.steps
     if changed and not drop_keys(changed, PLACES):
         return FolderTaken(
-            listed(f"{path} contains a finished run on another data folder:", changed),
+            format_change_list(f"{path} contains a finished run on another data folder:", changed),
             allowed="one run per folder",
-            do=f"give its original data folder, or {_other_folder_advice()}, to train on this one",
+            do=f"give its original data folder, or {_suggest_other_folder()}, to train on this one",
         )
     if changed and asked != before.length and not drop_keys(changed, LENGTH):
         return _other_length_error(path, asked, before)
     if changed:
         return FolderTaken(
-            listed(f"{path} contains a finished run of another recipe:", changed),
+            format_change_list(f"{path} contains a finished run of another recipe:", changed),
             allowed="one run per folder; a finished one continues only with an extension",
-            do=f"{_other_folder_advice()}; `halfstep train {path / RECIPE}` has the settings of the existing run",
+            do=f"{_suggest_other_folder()}; `halfstep train {path / RECIPE}` has the settings of the existing run",
         )
     return FolderTaken(
         f"{path} contains this run, finished",
         allowed="one run per folder",
-        do=f"halfstep evaluate {path}, or {to_go_on(before)} to continue training, or {_other_folder_advice()}",
+        do=(
+            f"halfstep evaluate {path}, or {suggest_longer_run(before)} to continue training, or "
+            f"{_suggest_other_folder()}"
+        ),
         id=RUN_FINISHED,
     )
 
 
 def _other_length_error(path: Path, asked: tuple[int | None, int | None], before: SavedRun) -> FolderTaken:
-    given = f"{path} contains this run, finished after {in_words(before.length)}; {in_words(asked)} are requested"
+    given = (
+        f"{path} contains this run, finished after {format_length(before.length)}; {format_length(asked)} are requested"
+    )
     if is_longer(asked, before.length) is False:
-        return FolderTaken(given, allowed="one run per folder; a run cannot be shortened", do=_other_folder_advice())
+        return FolderTaken(given, allowed="one run per folder; a run cannot be shortened", do=_suggest_other_folder())
     extend = (
-        f"{add_option('extend')} to continue to {in_words(asked)}, with {option('rewarm')} for a new warm-up and decay"
+        f"{advise_adding_option('extend')} to continue to {format_length(asked)}, with {format_option('rewarm')} for "
+        "a new warm-up and decay"
     )
     return FolderTaken(
         given,
         allowed="a finished run continues only with an extension",
-        do=f"{extend}; or {_other_folder_advice()}",
+        do=f"{extend}; or {_suggest_other_folder()}",
     )
 
 
-def _other_folder_advice() -> str:
-    return f"{add_option('new')} for a new folder"
+def _suggest_other_folder() -> str:
+    return f"{advise_adding_option('new')} for a new folder"
 
 
-def _read_written(path: Path) -> dict[str, Any] | None:
+def _read_folder_recipe(path: Path) -> dict[str, Any] | None:
     file = path / RECIPE
     try:
-        return read_yaml(read_bounded(file), str(file))
+        return parse_yaml(read_recipe_bytes(file), str(file))
     except HalfstepError:
         return None
 
 
-def _cannot_create(path: Path, error: OSError) -> FolderTaken:
+def _cannot_create_error(path: Path, error: OSError) -> FolderTaken:
     return FolderTaken(
         f"{path} cannot be created or written to: {error.strerror or error}",
         allowed="a folder that this user can write to",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from halfstep.numbers import several
+from halfstep.numbers import format_counted_noun
 
 MINUTE, HOUR = 60.0, 3600.0
 FIRST = 10.0
@@ -42,12 +42,12 @@ STATED = PUBLISHED[1]
 """The rate that a run is proposed for: the higher one, since a save too many costs less than an hour's work lost."""
 
 
-def between_failures(rate: FailureRate, world: int) -> float:
+def estimate_failure_interval(rate: FailureRate, world: int) -> float:
     """Return the mean seconds between two failures of so many ranks."""
     return rate.days * 24 * HOUR * rate.gpus / rate.stops / world
 
 
-def least_lost(stall: float, between: float) -> float:
+def compute_save_interval(stall: float, between: float) -> float:
     """Return the seconds from save to save with which the least time is lost (Young, Daly).
 
     Saves cost `stall` an interval, and a failure costs half an interval on average: the sum is least at
@@ -84,17 +84,17 @@ class SaveClock:
         """The seconds from save to save that lose the least; None before a save was timed."""
         if not self._blocked:
             return None
-        return least_lost(self._stall, between_failures(STATED, self._world))
+        return compute_save_interval(self._stall, estimate_failure_interval(STATED, self._world))
 
     def proposal(self) -> str | None:
         """Return a sentence with the interval, for a run that has been longer than it and does not choose it itself."""
         interval = self.interval
         if interval is None or self._minutes == "auto" or self._clock() - self._began < interval:
             return None
-        hours = between_failures(STATED, self._world) / HOUR
+        hours = estimate_failure_interval(STATED, self._world) / HOUR
         return (
             f"saves kept the training waiting for {self._stall:.2g} s each: with a failure in {hours:,.0f} h, the rate "
-            f"of {STATED.name} on {several(self._world, 'rank')}, the least time is lost "
+            f"of {STATED.name} on {format_counted_noun(self._world, 'rank')}, the least time is lost "
             f"with checkpoint.every_minutes={interval / MINUTE:.2g} (Young, Daly)"
         )
 

@@ -36,7 +36,7 @@ class LRSchedule(ABC):
     """The parts of an extended run; the curve stays at the end of a part until the next one starts."""
 
     def __init__(self, options: ScheduleOptions, total: int, per_epoch: int) -> None:
-        found = parts_of(options, total, per_epoch)
+        found = build_schedule_parts(options, total, per_epoch)
         self.warmup, self.length = found[0].warmup, found[0].length
         if options.extensions:
             self.parts = [list(part) for part in found]
@@ -83,7 +83,7 @@ class Cosine(LRSchedule):
         self.final = options.final
 
     def after(self, step: int, part: SchedulePart) -> float:
-        return self.final + (1.0 - self.final) * _falling(step / part.length)
+        return self.final + (1.0 - self.final) * _compute_cosine_decay(step / part.length)
 
 
 class Steps(LRSchedule):
@@ -122,8 +122,8 @@ class OneCycle(LRSchedule):
     def after(self, step: int, part: SchedulePart) -> float:
         at = min(step / part.length, 1.0)
         if at < self.rise:
-            return self.beginning + (1.0 - self.beginning) * (1.0 - _falling(at / self.rise))
-        return self.end + (1.0 - self.end) * _falling((at - self.rise) / (1.0 - self.rise))
+            return self.beginning + (1.0 - self.beginning) * (1.0 - _compute_cosine_decay(at / self.rise))
+        return self.end + (1.0 - self.end) * _compute_cosine_decay((at - self.rise) / (1.0 - self.rise))
 
 
 _SHAPES: dict[str, type[LRSchedule]] = {
@@ -143,7 +143,7 @@ def make_schedule(
     return LambdaLR(optimizer, shape), shape
 
 
-def parts_of(options: ScheduleOptions, total: int, per_epoch: int) -> list[SchedulePart]:
+def build_schedule_parts(options: ScheduleOptions, total: int, per_epoch: int) -> list[SchedulePart]:
     """Return the first part, and one for each extension with a new warm-up; other extensions hold the last value."""
     ends = [(extension.steps or (extension.epochs or 1) * per_epoch) for extension in options.extensions] + [total]
     found = [SchedulePart(0, ends[0], min(options.warmup_steps, ends[0]))]
@@ -154,6 +154,6 @@ def parts_of(options: ScheduleOptions, total: int, per_epoch: int) -> list[Sched
     return found
 
 
-def _falling(share: float) -> float:
+def _compute_cosine_decay(share: float) -> float:
     """Return half a cosine, from one to zero."""
     return 0.5 * (1.0 + math.cos(math.pi * min(share, 1.0)))

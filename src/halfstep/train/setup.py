@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from halfstep import distributed
-from halfstep.data.dataset import derive
-from halfstep.data.to_device import placed
+from halfstep.data.dataset import derive_seed
+from halfstep.data.to_device import move_model_to_device
 from halfstep.errors import BadRecipe
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.precision.precision import Precision
@@ -27,32 +27,32 @@ from halfstep.recipe.schema import (
 from halfstep.status_line import OnProgress
 from halfstep.step.ema import Ema
 from halfstep.step.loss import DynamicScale
-from halfstep.step.shard_units import shard_units
+from halfstep.step.shard_units import list_shard_units
 from halfstep.step.stepper import Stepper
 from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.environment import seed_all
-from halfstep.train.freezing import freeze
+from halfstep.train.freezing import freeze_parts
 from halfstep.train.guarding import reapply_remedies
-from halfstep.train.optimizers import make_optimizer, moments_of, optimizer_notes
+from halfstep.train.optimizers import count_optimizer_moments, describe_optimizer_split, make_optimizer
 from halfstep.train.schedules import LRSchedule, make_schedule
 from halfstep.train.sharding import (
     StateSize,
+    check_reduce_format,
     choose_sharding,
     compile_blocks,
-    device_memory,
-    ranks_a_node,
-    reduced_in_fp32,
-    shard,
+    count_ranks_per_node,
+    read_device_memory,
+    shard_model,
     synchronize_batchnorm,
 )
-from halfstep.train.task import Task, no_progress
+from halfstep.train.task import Task, ignore_progress
 from halfstep.train.weights import load_weights
 
 AnyRecipe = Recipe[ModelOptions, DataOptions, LossOptions]
 
 
 @dataclass
-class Parts:
+class TrainingParts:
     """The objects that a run trains with."""
 
     model: nn.Module
@@ -74,7 +74,7 @@ class Parts:
         return lr
 
 
-def prepare(
+def build_training_parts(
     task: Task,
     recipe: AnyRecipe,
     device: torch.device,
@@ -83,8 +83,8 @@ def prepare(
     per_epoch: int,
     precision: str | None = None,
     remedies: Remedies | None = None,
-    on_progress: OnProgress = no_progress,
-) -> Parts:
+    on_progress: OnProgress = ignore_progress,
+) -> TrainingParts:
     """Build everything for `total` updates, `per_epoch` of them in an epoch.
 
     `precision` is what `auto` resolved to when the run began; it is not measured again. `remedies` are those of the
@@ -95,7 +95,7 @@ def prepare(
     # Every rank starts with the same weights, and draws different dropout masks afterward.
     seed_all(seed)
     model, notes = make_model(task, recipe, device)
-    seed_all(derive(seed, distributed.rank()))
+    seed_all(derive_seed(seed, distributed.rank()))
     if remedies is not None:
         notes += reapply_remedies(model, remedies)
         precision = remedies.precision or precision
@@ -103,7 +103,7 @@ def prepare(
     notes += task.ready(model, choice.precision, on_progress)
     notes += _shard_and_compile(task, recipe, model, choice.precision, device)
     optimizer = make_optimizer(recipe.optimizer, model)
-    notes += optimizer_notes(optimizer)
+    notes += describe_optimizer_split(optimizer)
     schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
     stepper = Stepper(
         model,
@@ -119,11 +119,11 @@ def prepare(
         gradient_sums=train.gradient_sums,
         rounding_seed=seed,
     )
-    notes += _weight_notes(stepper)
-    return Parts(model, optimizer, schedule, shape, stepper, notes)
+    notes += _describe_narrow_weights(stepper)
+    return TrainingParts(model, optimizer, schedule, shape, stepper, notes)
 
 
-def _weight_notes(stepper: Stepper) -> list[str]:
+def _describe_narrow_weights(stepper: Stepper) -> list[str]:
     if stepper.weights is None:
         return []
     narrow = sum(p.numel() for p in stepper.weights.parameters)
@@ -142,21 +142,21 @@ def _shard_and_compile(
         synchronize_batchnorm(model, device)
     sharding = choose_sharding(
         recipe.world,
-        state=lambda: StateSize.of(model, moments_of(recipe.optimizer), recipe.train.ema is not None),
-        memory=device_memory(device),
-        ranks=distributed.size(),
-        ranks_a_node=ranks_a_node(),
+        state=lambda: StateSize.of(model, count_optimizer_moments(recipe.optimizer), recipe.train.ema is not None),
+        memory=read_device_memory(device),
+        ranks=distributed.count_ranks(),
+        ranks_a_node=count_ranks_per_node(),
     )
     if not sharding.is_sharded:
         compile_in_place(model, recipe)
-        return reduced_in_fp32(recipe.world)
-    units = shard_units(model, precision.narrow)
+        return check_reduce_format(recipe.world)
+    units = list_shard_units(model, precision.narrow)
     if recipe.train.compile:
         compile_blocks(units)
-    return [shard(model, units, precision.narrow, sharding, recipe.world, device, task.forward_methods)]
+    return [shard_model(model, units, precision.narrow, sharding, recipe.world, device, task.forward_methods)]
 
 
-def without_weights(recipe: AnyRecipe) -> AnyRecipe:
+def remove_initial_weights(recipe: AnyRecipe) -> AnyRecipe:
     """Return a recipe that reads or downloads no initial weights."""
     fields = {"weights", "backbone_weights"} & set(type(recipe.model).model_fields)
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=dict.fromkeys(fields, NO_FILE[0]))})
@@ -170,8 +170,8 @@ def make_model(task: Task, recipe: AnyRecipe, device: torch.device) -> tuple[nn.
     model, notes = task.model(), []
     if recipe.model.weights not in NO_FILE:
         notes.append(str(load_weights(model, Path(os.path.expanduser(recipe.model.weights)), partial=True)))
-    notes += freeze(model, recipe.model.freeze)
-    model = placed(model, device, recipe.train.channels_last)
+    notes += freeze_parts(model, recipe.model.freeze)
+    model = move_model_to_device(model, device, recipe.train.channels_last)
     if recipe.train.checkpoint_activations and recipe.train.compile:
         raise BadRecipe(
             "train.compile together with train.checkpoint_activations",

@@ -15,13 +15,13 @@ from halfstep import distributed, numbers
 from halfstep.errors import BadRecipe
 from halfstep.formats import BF16
 from halfstep.journal.events import Journal
-from halfstep.launch_variables import launched_rank
+from halfstep.launch_variables import read_launched_rank
 from halfstep.recipe.schema import WorldOptions
-from halfstep.step.shard_units import BLOCK, ShardUnit, apply_fully_shard, shard_mesh
+from halfstep.step.shard_units import BLOCK, ShardUnit, apply_fully_shard, create_shard_mesh
 from halfstep.step.stepper import Stepper
 
 if TYPE_CHECKING:
-    from halfstep.step.reduction_error import ReductionError
+    from halfstep.step.reduction_error import ReductionErrorMeter
 
 Mode = Literal["ddp", "fsdp", "hsdp"]
 STATE_SHARE = 0.6
@@ -92,10 +92,10 @@ def choose_sharding(
         return Sharding("ddp", 1, "one rank")
     if memory is None:
         return Sharding("ddp", 1, "the ranks share the memory of the host")
-    return _least(state(), memory, ranks, group)
+    return _choose_least_sharding(state(), memory, ranks, group)
 
 
-def _least(state: StateSize, memory: int, ranks: int, group: int) -> Sharding:
+def _choose_least_sharding(state: StateSize, memory: int, ranks: int, group: int) -> Sharding:
     """Return the least sharding that fits; where none does, the one that takes the least."""
     # Groups grow from a node, whose own links are several times faster than the network.
     sizes, doubled = [1], group
@@ -108,13 +108,18 @@ def _least(state: StateSize, memory: int, ranks: int, group: int) -> Sharding:
     # Not always all ranks: a parameter with fewer rows than ranks is padded.
     size = next(fitting, None) or min(sizes, key=state.a_rank)
     mode: Mode = "ddp" if size == 1 else "fsdp" if size == ranks else "hsdp"
-    said = f"weights, gradients and optimizer state take {numbers.size(state.a_rank(1))} of {numbers.size(memory)}"
-    return Sharding(mode, size, said if size == 1 else f"{said}, and {numbers.size(state.a_rank(size))} in shards")
+    said = (
+        f"weights, gradients and optimizer state take {numbers.format_bytes(state.a_rank(1))} of "
+        f"{numbers.format_bytes(memory)}"
+    )
+    return Sharding(
+        mode, size, said if size == 1 else f"{said}, and {numbers.format_bytes(state.a_rank(size))} in shards"
+    )
 
 
-def reduced_in_fp32(options: WorldOptions) -> list[str]:
+def check_reduce_format(options: WorldOptions) -> list[str]:
     """Return a note where `world.reduce` has no effect on ranks that hold all weights; raise BadRecipe for ddp."""
-    if options.reduce != BF16.name or distributed.size() == 1:
+    if options.reduce != BF16.name or distributed.count_ranks() == 1:
         return []
     if options.mode == "ddp":
         raise BadRecipe(
@@ -125,12 +130,12 @@ def reduced_in_fp32(options: WorldOptions) -> list[str]:
     return [f"world.reduce={options.reduce} is for shards: each rank holds all weights, gradients are summed in fp32"]
 
 
-def ranks_a_node() -> int:
+def count_ranks_per_node() -> int:
     """Return how many ranks the launcher started on this node."""
-    return launched_rank().local_world_size or distributed.size()
+    return read_launched_rank().local_world_size or distributed.count_ranks()
 
 
-def device_memory(device: torch.device) -> int | None:
+def read_device_memory(device: torch.device) -> int | None:
     """Return the bytes of an accelerator's memory; None on a CPU, whose memory all ranks share."""
     if torch.empty(0, device=device).is_cpu:
         return None
@@ -178,7 +183,7 @@ def compile_blocks(units: Sequence[ShardUnit]) -> None:
         block.compile()
 
 
-def shard(
+def shard_model(
     model: nn.Module,
     units: Sequence[ShardUnit],
     narrow: torch.dtype | None,
@@ -198,7 +203,7 @@ def shard(
     for parameter in model.parameters():
         # FSDP2 cuts contiguous tensors only. Activations keep channels_last, which comes with the images.
         parameter.data = parameter.data.contiguous()
-    mesh = shard_mesh(device, distributed.size(), sharding.shard_size)
+    mesh = create_shard_mesh(device, distributed.count_ranks(), sharding.shard_size)
     apply_fully_shard(units, mesh, narrow, options.reduce)
     for name in forward_methods:
         register_fsdp_forward_method(model, name)
@@ -211,11 +216,11 @@ class ReductionNotes:
 
     def __init__(self, options: WorldOptions, stepper: Stepper, journal: Journal) -> None:
         self._journal, self._was_large = journal, False
-        self._error: ReductionError | None = None
+        self._error: ReductionErrorMeter | None = None
         if options.reduce == BF16.name and distributed.is_sharded(stepper.model.parameters()):
-            from halfstep.step.reduction_error import ReductionError  # loads FSDP2, which takes a second
+            from halfstep.step.reduction_error import ReductionErrorMeter  # loads FSDP2, which takes a second
 
-            self._error = ReductionError(stepper.model, lambda: stepper.counts.attempted)
+            self._error = ReductionErrorMeter(stepper.model, lambda: stepper.counts.attempted)
 
     def after_step(self, attempt: int) -> None:
         """Write a note about the step if it was measured: the first one, and those that cross the limit."""

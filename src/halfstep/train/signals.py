@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from halfstep.deadline import finishes_within
+from halfstep.deadline import run_within_deadline
 from halfstep.errors import INTERRUPTED, TRY_AGAIN, NotBegun
-from halfstep.stop_signals import stop_signals
+from halfstep.stop_signals import list_stop_signals
 
 OnSignal = Callable[[int, int], None]
 ENDED = 0
@@ -74,7 +74,7 @@ class SignalThread:
                             os.write(self._before, bytes([number]))
 
 
-def say(text: str) -> None:
+def print_on_rank_zero(text: str) -> None:
     """Print a line to stderr, from any thread; only rank 0 prints."""
     # From the environment: a signal may arrive before the process group exists.
     if os.environ.get("RANK", "0") != "0":
@@ -86,7 +86,7 @@ def say(text: str) -> None:
 
 
 HEARD = (signal.SIGTERM, signal.SIGINT)
-"""Caught in every process; see `stop_signals` for the others."""
+"""Caught in every process; see `list_stop_signals` for the others."""
 PATIENCE = 30.0
 """Seconds that a run has to exit after a KeyboardInterrupt before another Ctrl-C raises again."""
 BEFORE_STEPS, AFTER_STEP = "before the first step", "after this step"
@@ -104,7 +104,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 @dataclass
-class _Received:
+class _SignalState:
     first: str | None = None
     interrupts: int = 0
     """How often Python ran its handler for Ctrl-C."""
@@ -118,17 +118,18 @@ class _Received:
     """Records the exit code and the reason where the process is ended from a thread."""
 
 
-_active: _Received | None = None
+_active: _SignalState | None = None
 """The state of the main thread's Stopping; a nested one shares it."""
-_outermost: Stopping | None = None
+_outermost: StopSignalHandler | None = None
 """The Stopping that holds the handlers from before the run."""
 
 
-class Stopping:
+class StopSignalHandler:
     """A context in which SIGTERM and Ctrl-C only set `asked`; a second Ctrl-C raises KeyboardInterrupt at once.
 
-    SIGHUP, SIGUSR1 and SIGUSR2 are as SIGTERM where `stop_signals` has them. A nested context has the same `asked`,
-    also where it was set before. Other threads cannot receive signals; there it shows the state of the main thread's.
+    SIGHUP, SIGUSR1 and SIGUSR2 are as SIGTERM where `list_stop_signals` has them. A nested context has the same
+    `asked`, also where it was set before. Other threads cannot receive signals; there it shows the state of the main
+    thread's.
 
     Python handles signals between two bytecode instructions, and a kernel may delay that for minutes. So a thread
     acknowledges them, and calls `last_resort` with an exit code and a reason where the second Ctrl-C, or a signal
@@ -136,8 +137,8 @@ class Stopping:
     """
 
     def __init__(self, last_resort: Callable[[int, str], None] | None = None) -> None:
-        self._received = _Received()
-        self._outer: _Received | None = None
+        self._received = _SignalState()
+        self._outer: _SignalState | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._last_resort = last_resort
         self._hearing: SignalThread | None = None
@@ -160,15 +161,15 @@ class Stopping:
     def leave_unbegun(self) -> None:
         """Raise NotBegun if a stop was requested before the first step: there is nothing to save."""
         if self.asked is not None:
-            raise not_begun(self.asked)
+            raise build_not_begun_error(self.asked)
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopSignalHandler:
         global _active, _outermost
-        self._received = _active or _Received()
+        self._received = _active or _SignalState()
         if threading.current_thread() is threading.main_thread():
             self._outer, _active = _active, self._received
             # A nested one takes over what the outer one caught.
-            heard = [signal.SIGINT, *(stop_signals() if _outermost is None else _outermost.heard)]
+            heard = [signal.SIGINT, *(list_stop_signals() if _outermost is None else _outermost.heard)]
             self.heard = [number for number in heard if number != signal.SIGINT]
             if self._outer is None:
                 _outermost = self
@@ -188,7 +189,7 @@ class Stopping:
         if self._before:
             _active = self._outer
         while self._before:
-            _restore(*self._before.popitem())
+            _restore_handler(*self._before.popitem())
 
     def leave_to_parent(self) -> None:
         """Give a forked process its own signals back: the socket, and a request to stop, are the parent's.
@@ -198,7 +199,7 @@ class Stopping:
         self._hearing = None
         signal.set_wakeup_fd(-1)
         for number in self.heard:
-            _restore(number, self._before[number])
+            _restore_handler(number, self._before[number])
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         received = self._received
@@ -208,12 +209,12 @@ class Stopping:
             # A third Ctrl-C would interrupt the cleanup of the second.
             is_leaving = received.raised is not None and time.monotonic() - received.raised < PATIENCE
             # An exception in __enter__ or __exit__ would leave handlers installed.
-            if received.interrupts > 1 and not is_leaving and not _is_at_the_door(frame):
+            if received.interrupts > 1 and not is_leaving and not _is_entering_or_leaving(frame):
                 received.raised = time.monotonic()
                 raise KeyboardInterrupt
-        if received.at_once and not _is_at_the_door(frame):
+        if received.at_once and not _is_entering_or_leaving(frame):
             received.at_once = False
-            raise not_begun(received.first)
+            raise build_not_begun_error(received.first)
 
     # -- in the thread that acknowledges ------------------------------------------------------------------------
 
@@ -223,14 +224,14 @@ class Stopping:
             self._leave_unbegun_soon(signal.Signals(number).name)
         if number != signal.SIGINT:
             if nth == 1:
-                say(f"{signal.Signals(number).name}: stopping {self._received.when}")
+                print_on_rank_zero(f"{signal.Signals(number).name}: stopping {self._received.when}")
         elif nth == 1:
-            say(f"stopping {self._received.when}; Ctrl-C again to stop now")
+            print_on_rank_zero(f"stopping {self._received.when}; Ctrl-C again to stop now")
         elif nth == 2:
-            say("stopping now")
+            print_on_rank_zero("stopping now")
             self._see_to_it()
         else:
-            say("already stopping")
+            print_on_rank_zero("already stopping")
 
     def _see_to_it(self) -> None:
         """Enforce a second Ctrl-C: Python merges two that arrive in one kernel, and a long kernel may still run."""
@@ -248,7 +249,7 @@ class Stopping:
 
         def leave() -> None:
             if self._received.when == BEFORE_STEPS:
-                self._end(TRY_AGAIN, not_begun(name).given)
+                self._end(TRY_AGAIN, build_not_begun_error(name).given)
 
         if self._received.when == BEFORE_STEPS:
             self._later(UNBEGUN, leave)
@@ -268,11 +269,11 @@ class Stopping:
     def _end(self, code: int, reason: str) -> None:
         if self._last_resort is None:
             return
-        finishes_within(TOLD, lambda: self._received.on_leaving(code, reason))
+        run_within_deadline(TOLD, lambda: self._received.on_leaving(code, reason))
         self._last_resort(code, reason)
 
 
-def _restore(number: signal.Signals, handler: Any) -> None:
+def _restore_handler(number: signal.Signals, handler: Any) -> None:
     # None stands for a handler that was not set from Python, and cannot be set again from Python.
     signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
@@ -282,23 +283,23 @@ IN_A_STEP = "stopped in the middle of a step; the same command continues from th
 
 def end_process(code: int, reason: str) -> None:
     """End this process from any thread, at any point; checkpoints are whole at every moment."""
-    finishes_within(TOLD, lambda: _say_last(reason))
+    run_within_deadline(TOLD, lambda: _print_last_reason(reason))
     # Not sys.exit, which only ends the calling thread.
     os._exit(code)
 
 
-def _say_last(reason: str) -> None:
+def _print_last_reason(reason: str) -> None:
     if sys.stderr is not None and sys.stderr.isatty():
         print(SHOW_CURSOR, end="", file=sys.__stderr__, flush=True)
-    say(reason)
+    print_on_rank_zero(reason)
 
 
-def asked_to_stop() -> str | None:
+def find_stop_signal() -> str | None:
     """Return the name of the signal that requested a stop; for long work without its own Stopping."""
     return None if _active is None else _active.first
 
 
-def not_begun(signal: str) -> NotBegun:
+def build_not_begun_error(signal: str) -> NotBegun:
     """Return the error of a run that was asked to stop before its first step."""
     error = NotBegun(
         f"stopped by {signal} before the first step, so nothing was saved",
@@ -309,7 +310,7 @@ def not_begun(signal: str) -> NotBegun:
 
 
 @contextlib.contextmanager
-def stop_at_once() -> Iterator[None]:
+def interrupt_on_signal() -> Iterator[None]:
     """Let a signal raise NotBegun inside, wherever it arrives; for long reading before the first step.
 
     Only this rank may get the signal: others that would wait for it have to hear of it.
@@ -321,16 +322,16 @@ def stop_at_once() -> Iterator[None]:
     received.at_once = True
     try:
         if received.first is not None:
-            raise not_begun(received.first)
+            raise build_not_begun_error(received.first)
         yield
     finally:
         received.at_once = False
 
 
-_DOOR = (Stopping.__enter__.__code__, Stopping.__exit__.__code__)
+_DOOR = (StopSignalHandler.__enter__.__code__, StopSignalHandler.__exit__.__code__)
 
 
-def _is_at_the_door(frame: FrameType | None) -> bool:
+def _is_entering_or_leaving(frame: FrameType | None) -> bool:
     """Return whether a Stopping is being entered or left: an exception would leave its handlers installed."""
     while frame is not None:
         if frame.f_code in _DOOR:
@@ -356,11 +357,11 @@ def _let_signals_through() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
-def _begin_child() -> None:
+def _reset_forked_child() -> None:
     if _outermost is not None:
         _outermost.leave_to_parent()
     _let_signals_through()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_through, after_in_child=_begin_child)
+    os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_through, after_in_child=_reset_forked_child)

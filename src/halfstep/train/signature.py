@@ -41,9 +41,10 @@ class Preprocessing:
 
     def __call__(self, image: Any) -> Tensor:
         """Return 1 × channels × height × width in fp32, from a path, a Pillow image, an array or a tensor."""
-        from halfstep.data.image_io import as_read  # here, because it needs Pillow and a signature does not
+        # Here, because it needs Pillow and a signature does not.
+        from halfstep.data.image_io import convert_to_image_tensor
 
-        return self.normalized(self.resized(as_read(image, self.channels))).unsqueeze(0)
+        return self.normalized(self.resized(convert_to_image_tensor(image, self.channels))).unsqueeze(0)
 
     def shrunk_size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width with at most `max_side` pixels on the longer side."""
@@ -55,13 +56,13 @@ class Preprocessing:
 
     def resized(self, pixels: Tensor) -> Tensor:
         """Return an image (channels × height × width) in the size the model sees, before padding to a multiple."""
-        from halfstep.data.image_io import resized
+        from halfstep.data.image_io import resize_image
 
-        pixels = resized(pixels, self.shrunk_size(*pixels.shape[-2:]))
+        pixels = resize_image(pixels, self.shrunk_size(*pixels.shape[-2:]))
         if self.resize is not None:
             high, wide = pixels.shape[-2:]
             short = min(high, wide)
-            pixels = resized(pixels, (int(self.resize * high / short), int(self.resize * wide / short)))
+            pixels = resize_image(pixels, (int(self.resize * high / short), int(self.resize * wide / short)))
         if self.crop is None:
             return pixels
         from torchvision.transforms.v2 import functional as F  # type: ignore[import-untyped]
@@ -71,10 +72,10 @@ class Preprocessing:
 
     def normalized(self, pixels: Tensor) -> Tensor:
         """Return an image minus the mean, divided by the deviation; integers are scaled to 0 .. 1 first."""
-        from halfstep.data.image_io import scaled
+        from halfstep.data.image_io import scale_to_unit_range
 
         mean, std = (torch.tensor(v, dtype=torch.float32, device=pixels.device) for v in (self.mean, self.std))
-        return (scaled(pixels) - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+        return (scale_to_unit_range(pixels) - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data, with the conventions that PyTorch implies and other runtimes ask for."""

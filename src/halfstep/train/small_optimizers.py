@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from halfstep import distributed
-from halfstep.errors import BadRecipe, missing_extra
+from halfstep.errors import BadRecipe, convert_import_error
 from halfstep.step.shard_units import NORM_LAYERS
-from halfstep.step.small_states import cut_evenly, sharded_as
+from halfstep.step.small_states import build_dtensor_like, has_even_shards
 
 SMALLEST = 4096
 """Elements of the smallest tensor whose moments are stored in 8 bits; for smaller ones it saves nothing."""
@@ -25,7 +25,7 @@ class ParameterGroup(TypedDict, total=False):
     fp32_state: bool
 
 
-def small_adam(name: str, state: str, groups: Iterable[ParameterGroup], **arguments: Any) -> optim.Optimizer:
+def build_low_bit_adam(name: str, state: str, groups: Iterable[ParameterGroup], **arguments: Any) -> optim.Optimizer:
     """Return torchao's Adam or AdamW with moments in `state`; raise BadRecipe, or MissingExtra without torchao.
 
     Groups with the option `fp32_state` keep their moments in fp32.
@@ -41,12 +41,12 @@ def small_adam(name: str, state: str, groups: Iterable[ParameterGroup], **argume
     try:
         import torchao.optim as small
     except ImportError as error:
-        raise missing_extra(error) or error from error
+        raise convert_import_error(error) or error from error
     base = getattr(small, names[name, state])
-    return type(base.__name__, (WithWideGroups, base), {"_tables": {}})(groups, **arguments)  # type: ignore[no-any-return]
+    return type(base.__name__, (WideGroupsMixin, base), {"_tables": {}})(groups, **arguments)  # type: ignore[no-any-return]
 
 
-class WithWideGroups:
+class WideGroupsMixin:
     """Changes to an optimizer of torchao: groups with moments in fp32, lr as a number, no compilation on a CPU."""
 
     param_groups: list[dict[str, Any]]
@@ -95,16 +95,16 @@ class WithWideGroups:
         update(p.detach(), p.grad, *moments, *numbers, self.is_adamw, False)
 
     def _moment(self, p: Tensor, wide: bool, *, signed: bool) -> Tensor:
-        if wide or p.numel() < SMALLEST or not cut_evenly(p, self.block_size):
+        if wide or p.numel() < SMALLEST or not has_even_shards(p, self.block_size):
             return torch.zeros_like(p, dtype=torch.float32)
-        own: Any = self._subclass_zeros(distributed.local(p.detach()), signed, self.block_size)
+        own: Any = self._subclass_zeros(distributed.unwrap_local_tensor(p.detach()), signed, self.block_size)
         if hasattr(own, "qmap"):
             # One table for all: 256 numbers are a sixteenth of a small tensor's state.
             own.qmap = self._tables.setdefault((own.device, signed), own.qmap)
-        return sharded_as(p, own, tuple(p.shape)) if distributed.is_shard(p) else own
+        return build_dtensor_like(p, own, tuple(p.shape)) if distributed.is_dtensor_shard(p) else own
 
 
-def small_groups(model: nn.Module, trained: list[nn.Parameter]) -> list[ParameterGroup]:
+def group_low_bit_parameters(model: nn.Module, trained: list[nn.Parameter]) -> list[ParameterGroup]:
     """Return parameter groups: matrices; with moments in fp32 embeddings and norms; and vectors, without decay."""
     kinds = (nn.Embedding, nn.EmbeddingBag, *NORM_LAYERS)
     looked_up = {id(p) for part in model.modules() if isinstance(part, kinds) for p in part.parameters()}

@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 
 from halfstep import distributed, numbers
-from halfstep.checkpoint.chunks import ChunkedTensor, chunked
+from halfstep.checkpoint.chunks import ChunkedTensor, find_chunk_layout
 from halfstep.checkpoint.commit import RankSnapshot
-from halfstep.checkpoint.packing import pack, unpack
+from halfstep.checkpoint.packing import pack_state, unpack_state
 from halfstep.data.dataset import BadSampleBudget, Samples
 from halfstep.data.fingerprint import Fingerprint, different
-from halfstep.errors import BadData, HalfstepError, StateMismatch, add_option, begin_again, check_same_keys, option
-from halfstep.precision.island import islands
+from halfstep.errors import (
+    BadData,
+    HalfstepError,
+    StateMismatch,
+    advise_adding_option,
+    advise_new_run,
+    check_same_keys,
+    format_option,
+)
+from halfstep.precision.island import find_islands
 from halfstep.recipe.changes import (
     DATA,
     EXTEND,
@@ -29,23 +37,35 @@ from halfstep.recipe.changes import (
     PLACES,
     RECIPE,
     Change,
-    changes,
+    build_recipe_changed_error,
     drop_keys,
-    listed,
-    recipe_changed,
+    format_change_list,
+    list_relevant_changes,
 )
 from halfstep.step.ema import EmaState
-from halfstep.train.environment import AutoChoices, GeneratorStates, check_generators, read_generators, set_generators
-from halfstep.train.epoch_metrics import EpochMetrics, EpochState, Progress
-from halfstep.train.guarding import check_guards, put_guards, stateful, with_counts_reset, without_remedies
-from halfstep.train.setup import AnyRecipe, Parts
+from halfstep.train.environment import (
+    AutoChoices,
+    GeneratorStates,
+    check_rng_states,
+    collect_rng_states,
+    restore_rng_states,
+)
+from halfstep.train.epoch_metrics import EpochMetrics, EpochState, RunProgress
+from halfstep.train.guarding import (
+    check_guard_states,
+    list_stateful_guards,
+    load_guard_states,
+    remove_saved_remedies,
+    reset_skip_counts,
+)
+from halfstep.train.setup import AnyRecipe, TrainingParts
 from halfstep.train.weights import (
-    assignable_buffers,
-    empty_buffers,
-    extra_state,
-    non_persistent_buffers,
+    collect_extra_state,
+    find_empty_buffers,
+    list_non_persistent_buffers,
     put_buffers,
-    saved_parameters,
+    select_assignable_buffers,
+    select_saved_parameters,
 )
 
 if TYPE_CHECKING:
@@ -63,8 +83,8 @@ class RunObjects:
     """The live objects that a `State` is read from and restored into."""
 
     recipe: AnyRecipe
-    parts: Parts
-    progress: Progress
+    parts: TrainingParts
+    progress: RunProgress
     epoch_metrics: EpochMetrics
     budget: BadSampleBudget
     samples: Samples
@@ -105,7 +125,7 @@ class SavedPosition(TypedDict):
     """The position of the run in its data and its journal, and the bad samples found."""
 
     progress: dict[str, Any]
-    """The fields of `Progress`."""
+    """The fields of `RunProgress`."""
     bad_samples: list[str]
     data_fingerprint: object
     """JSON of `data.fingerprint.Fingerprint`."""
@@ -144,8 +164,10 @@ class State:
         stepper = live.parts.stepper.state_dict()
         optimizers, losses = stepper["optimizers"], stepper["losses"]
         return cls(
-            weights=_weights(live),
-            optimizers={name: {**_optimizer_facts(live, name), **own["optimizer"]} for name, own in optimizers.items()},
+            weights=_collect_weights(live),
+            optimizers={
+                name: {**_collect_optimizer_facts(live, name), **own["optimizer"]} for name, own in optimizers.items()
+            },
             lr_schedulers={name: own["schedule"] for name, own in optimizers.items()},
             ema=stepper["ema"],
             loss_scales={
@@ -156,16 +178,16 @@ class State:
                 "epoch": live.epoch_metrics.state_dict(),
                 "last_evaluation": dict(live.last_evaluation),
             },
-            rng=read_generators(live.parts.stepper.device),
+            rng=collect_rng_states(live.parts.stepper.device),
             position={
                 "progress": vars(live.progress),
                 "bad_samples": sorted(live.budget.bad),
                 "data_fingerprint": live.data_fingerprint.as_dict(),
                 "journal_sizes": live.journal_sizes(),
             },
-            guards={guard.name: guard.state_dict() for guard in stateful(live.parts.stepper)},
+            guards={guard.name: guard.state_dict() for guard in list_stateful_guards(live.parts.stepper)},
             recipe=live.recipe.model_dump(mode="json"),
-            precision=_save_precision(live, stepper),
+            precision=_build_saved_precision(live, stepper),
             auto_choices=live.auto_choices.as_dict(),
         )
 
@@ -175,12 +197,16 @@ class State:
         tensors: dict[str, Tensor] = {}
         chunks: dict[str, ChunkedTensor] = {}
         for name in COMPONENTS:
-            plain[name], found = pack(getattr(self, name), name)
+            plain[name], found = pack_state(getattr(self, name), name)
             if distributed.is_sharded(found.values()):
-                chunks |= {key: chunked(key, tensor) for key, tensor in found.items() if distributed.is_shard(tensor)}
+                chunks |= {
+                    key: find_chunk_layout(key, tensor)
+                    for key, tensor in found.items()
+                    if distributed.is_dtensor_shard(tensor)
+                }
             for key, tensor in found.items():
                 if chunks[key].is_held_by(rank) if key in chunks else rank == 0 or key.startswith(OWN):
-                    tensors[key] = distributed.local(tensor) if key in chunks else tensor
+                    tensors[key] = distributed.unwrap_local_tensor(tensor) if key in chunks else tensor
         return RankSnapshot(
             attempt,
             plain,
@@ -194,8 +220,8 @@ class State:
     @classmethod
     def from_parts(cls, plain: Any, tensors: Mapping[str, Tensor], where: str) -> State:
         """Return the state that `snapshot` wrote; raise StateMismatch or BadData for missing or unknown components."""
-        checked_components(plain, where)
-        return cls(**{name: unpack(plain[name], tensors, f"{where}, {name}") for name in COMPONENTS})
+        check_state_components(plain, where)
+        return cls(**{name: unpack_state(plain[name], tensors, f"{where}, {name}") for name in COMPONENTS})
 
 
 COMPONENTS = tuple(field.name for field in dataclasses.fields(State))
@@ -203,7 +229,7 @@ NO_EMA = ("ema", None)
 """The one component that a run may do without."""
 
 
-def checked_components(plain: Any, where: str) -> Mapping[str, Any]:
+def check_state_components(plain: Any, where: str) -> Mapping[str, Any]:
     """Return the JSON of a state; raise StateMismatch or BadData for missing, unknown or invalid components."""
     found = list(plain) if isinstance(plain, dict) else []
     lacks, more = [n for n in COMPONENTS if n not in found], [n for n in found if n not in COMPONENTS]
@@ -213,26 +239,26 @@ def checked_components(plain: Any, where: str) -> Mapping[str, Any]:
         raise StateMismatch(
             f"{where} {' and '.join(words)}",
             allowed=", ".join(COMPONENTS),
-            do=f"use another checkpoint, or {begin_again()}",
+            do=f"use another checkpoint, or {advise_new_run()}",
         )
     odd = [n for n in COMPONENTS if not isinstance(plain[n], dict) and (n, plain[n]) != NO_EMA]
     if odd:
         raise BadData(
             f"{where} is not the state of a run: {odd[0]} is a {type(plain[odd[0]]).__name__}",
             allowed="a checkpoint written by halfstep",
-            do=f"use another checkpoint, or {begin_again()}",
+            do=f"use another checkpoint, or {advise_new_run()}",
         )
     checked: Mapping[str, Any] = plain
-    if problem := _recipe_problem(checked["recipe"]):
+    if problem := _describe_recipe_problem(checked["recipe"]):
         raise BadData(
             f"{where} is not the state of a run: {problem}",
             allowed="a checkpoint written by halfstep",
-            do=f"use another checkpoint, or {begin_again()}",
+            do=f"use another checkpoint, or {advise_new_run()}",
         )
     return checked
 
 
-def _recipe_problem(recipe: Mapping[str, object]) -> str:
+def _describe_recipe_problem(recipe: Mapping[str, object]) -> str:
     """Return what a saved recipe lacks of that which every resume reads; empty if it lacks nothing."""
     train = recipe.get("train")
     if not isinstance(train, dict):
@@ -241,7 +267,7 @@ def _recipe_problem(recipe: Mapping[str, object]) -> str:
     return f"its recipe has no number train.{wrong[0]}" if wrong else ""
 
 
-def _optimizer_facts(live: RunObjects, name: str) -> dict[str, object]:
+def _collect_optimizer_facts(live: RunObjects, name: str) -> dict[str, object]:
     """Return what an optimizer's state lacks: its kind, and the names of the parameters that it refers to by number."""
     optimizer = live.parts.stepper.optimizers[name]
     names = {id(parameter): name for name, parameter in live.parts.model.named_parameters()}
@@ -249,15 +275,15 @@ def _optimizer_facts(live: RunObjects, name: str) -> dict[str, object]:
     return {"kind": type(optimizer).__name__, "param_names": groups}
 
 
-def _weights(live: RunObjects) -> SavedWeights:
+def _collect_weights(live: RunObjects) -> SavedWeights:
     model, narrow = live.parts.model, live.parts.stepper.weights
-    kept = saved_parameters(model)
+    kept = select_saved_parameters(model)
     return {
         # In fp32 in every format: `bf16-split` has the bits of fp32 weights, so a checkpoint of it fits any format.
         "parameters": kept if narrow is None else {n: p for n, p in narrow.wide_parameters().items() if n in kept},
         "buffers": dict(model.named_buffers()),
-        "non_persistent_buffers": non_persistent_buffers(model),
-        "extra_state": extra_state(model),
+        "non_persistent_buffers": list_non_persistent_buffers(model),
+        "extra_state": collect_extra_state(model),
     }
 
 
@@ -277,7 +303,7 @@ class AcceptedChanges:
 
 
 @contextmanager
-def _refusing_invalid() -> Iterator[None]:
+def _refuse_invalid_state() -> Iterator[None]:
     """Raise BadData for any error that an invalid state causes."""
     try:
         yield
@@ -287,12 +313,12 @@ def _refusing_invalid() -> Iterator[None]:
         raise BadData(
             f"the checkpoint does not match this run: {type(error).__name__} {str(error)[:200]}",
             allowed="a checkpoint written by halfstep",
-            do=f"use another checkpoint, or {begin_again()}",
+            do=f"use another checkpoint, or {advise_new_run()}",
         ) from error
 
 
-@_refusing_invalid()
-def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> AcceptedChanges:
+@_refuse_invalid_state()
+def restore_state(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> AcceptedChanges:
     """Restore `saved` into the run; return the accepted differences. An extension alone is none.
 
     Raises StateMismatch where something differs that was not accepted, and BadData for an invalid state.
@@ -300,14 +326,14 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> A
     now = State.of(live)
     # Those of earlier versions lack the order of the samples and the guard's alarm.
     saved = replace(saved, auto_choices=AutoChoices.from_dict(saved.auto_choices).as_dict())
-    changed = changes(saved.recipe, live.recipe)
+    changed = list_relevant_changes(saved.recipe, live.recipe)
     check_same_keys("the position", ["progress", "bad_samples", "data_fingerprint", "journal_sizes"], saved.position)
     progress = {"overflows": 0, "unproved": 0, **saved.position["progress"]}
     saved = replace(saved, position={**saved.position, "progress": progress})
     data = different(Fingerprint.from_dict(saved.position["data_fingerprint"]), live.data_fingerprint)
     if data and DATA not in accepted:
         raise _changed_data_error(data, [str(one) for one in changed if one.key in PLACES])
-    recipe = [str(one) for one in _recipe_changes(live, saved, changed, accepted)]
+    recipe = [str(one) for one in _check_recipe_changes(live, saved, changed, accepted)]
     is_longer = any(one.key in LENGTH for one in changed)
     # `auto` may resolve to another precision on another device, with the same recipe.
     if RECIPE in accepted and saved.precision != now.precision:
@@ -325,26 +351,28 @@ def restore(live: RunObjects, saved: State, accepted: Collection[str] = ()) -> A
     for name, levels in FORM.items():
         _require_same_form(f"{name} of the run", getattr(now, name), getattr(saved, name), levels)
     live.epoch_metrics.check_state(saved.counts["epoch"])
-    check_generators(saved.rng, live.parts.stepper.device)
+    check_rng_states(saved.rng, live.parts.stepper.device)
     check_same_keys("the progress", vars(live.progress), saved.position["progress"])
     _check_lr_schedulers(now, saved)
-    check_guards(live.parts.stepper, saved.guards)
-    live.parts.stepper.load_state_dict(_stepper_state(live, saved))  # raises before it changes anything
-    _load_state(live, saved)
+    check_guard_states(live.parts.stepper, saved.guards)
+    live.parts.stepper.load_state_dict(_build_stepper_state(live, saved))  # raises before it changes anything
+    _load_run_state(live, saved)
     if recipe or (EXTEND in accepted and is_longer):
         # The optimizers' saved groups hold the lr of the old schedule.
         _set_lr(live)
     return AcceptedChanges(recipe, data, is_longer)
 
 
-def _recipe_changes(live: RunObjects, saved: State, changed: list[Change], accepted: Collection[str]) -> list[Change]:
+def _check_recipe_changes(
+    live: RunObjects, saved: State, changed: list[Change], accepted: Collection[str]
+) -> list[Change]:
     # Contents were compared, so another path to the same files is no difference.
     if Fingerprint.from_dict(saved.position["data_fingerprint"]).of_files and live.data_fingerprint.of_files:
         changed = drop_keys(changed, PLACES)
     if EXTEND in accepted:
         changed = drop_keys(changed, LENGTH)
     if changed and RECIPE not in accepted:
-        raise recipe_changed("the checkpoint", changed)
+        raise build_recipe_changed_error("the checkpoint", changed)
     return changed
 
 
@@ -355,9 +383,12 @@ def _changed_data_error(lines: list[str], moved: list[str]) -> StateMismatch:
         title = "\n    ".join(["the run was started with a different data folder:", *moved, "and its contents differ:"])
         back = "give the original folder"
     return StateMismatch(
-        listed(title, lines),
+        format_change_list(title, lines),
         allowed="the same samples: position and order in them are part of the run",
-        do=f"{back}, {add_option('accept_data_change')} to continue with this data, or {option('new')} to start again",
+        do=(
+            f"{back}, {advise_adding_option('accept_data_change')} to continue with this data, or "
+            f"{format_option('new')} to start again"
+        ),
         id="data-changed",
     )
 
@@ -376,7 +407,7 @@ def _adapt_state(live: RunObjects, now: State, saved: State) -> State:
         loss_scales={name: _adapt_loss_scale(own, saved.loss_scales.get(name)) for name, own in now.loss_scales.items()}
         if same
         else now.loss_scales,
-        guards=with_counts_reset(now.guards, saved.guards if same else without_remedies(saved.guards)),
+        guards=reset_skip_counts(now.guards, saved.guards if same else remove_saved_remedies(saved.guards)),
         precision=now.precision,
     )
 
@@ -415,12 +446,15 @@ def _check_precision(now: State, saved: State) -> None:
         raise StateMismatch(
             f"the run was trained in {_describe_precision(saved.precision)}",
             allowed=f"{_describe_precision(now.precision)}, as it would be now",
-            do=f"run it on the original device, {add_option('accept_recipe_change')}, or {option('new')}",
+            do=(
+                f"run it on the original device, {advise_adding_option('accept_recipe_change')}, or "
+                f"{format_option('new')}"
+            ),
         )
 
 
-def _save_precision(live: RunObjects, stepper: Mapping[str, Any]) -> SavedPrecision:
-    found: SavedPrecision = {"name": stepper["precision"], "islands": sorted(islands(live.parts.model))}
+def _build_saved_precision(live: RunObjects, stepper: Mapping[str, Any]) -> SavedPrecision:
+    found: SavedPrecision = {"name": stepper["precision"], "islands": sorted(find_islands(live.parts.model))}
     if "converted" in stepper:
         found["converted"] = stepper["converted"]
     if (weights := live.parts.stepper.weights) is not None:
@@ -438,12 +472,12 @@ def _describe_precision(precision: SavedPrecision) -> str:
 
 def _check_weights(live: RunObjects, now: State, saved: State) -> None:
     check_same_keys("the model", now.weights, saved.weights)
-    lines = list(_unfitting(now.weights["parameters"], saved.weights["parameters"], set()))
+    lines = list(_describe_unfitting_tensors(now.weights["parameters"], saved.weights["parameters"], set()))
     # Non-persistent buffers may grow with the longest batch: their shapes are not compared.
-    free = assignable_buffers(live.parts.model, saved.weights["non_persistent_buffers"])
+    free = select_assignable_buffers(live.parts.model, saved.weights["non_persistent_buffers"])
     then = {name: buffer for name, buffer in saved.weights["buffers"].items() if name not in free}
     own = {name: buffer for name, buffer in now.weights["buffers"].items() if name not in free}
-    lines += _unfitting(own, then, empty_buffers(live.parts.model))
+    lines += _describe_unfitting_tensors(own, then, find_empty_buffers(live.parts.model))
     extra, then_extra = now.weights["extra_state"], saved.weights["extra_state"]
     lines += [f"not in the model: {name}" for name in then_extra if name not in extra]
     lines += [f"not in the checkpoint: {name}" for name in extra if name not in then_extra]
@@ -454,23 +488,25 @@ def _check_weights(live: RunObjects, now: State, saved: State) -> None:
     lines += [f"optimizer {line}" for name in now.optimizers for line in _compare_optimizers(now, saved, name)]
     if lines:
         raise StateMismatch(
-            listed("the checkpoint does not fit the model:", lines),
+            format_change_list("the checkpoint does not fit the model:", lines),
             allowed=f"the original model; this one has {len(now.weights['parameters'])} parameters",
-            do=f"restore the model, or {add_option('new')}; model.weights=FILE loads the weights that fit",
+            do=f"restore the model, or {advise_adding_option('new')}; model.weights=FILE loads the weights that fit",
         )
 
 
-def _unfitting(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], free: Collection[str]) -> Iterator[str]:
+def _describe_unfitting_tensors(
+    own: Mapping[str, Tensor], saved: Mapping[str, Tensor], free: Collection[str]
+) -> Iterator[str]:
     """Yield a line for each difference; names in `free` are buffers that exist but hold no tensor yet."""
     yield from (f"not in the checkpoint: {name}" for name in own if name not in saved)
     yield from (f"not in the model: {name}" for name in saved if name not in own and name not in free)
     for name, tensor in own.items():
         if name in saved and (saved[name].shape, saved[name].dtype) != (tensor.shape, tensor.dtype):
-            yield f"{name} was {_facts(saved[name])}, and is {_facts(tensor)}"
+            yield f"{name} was {_format_shape_and_dtype(saved[name])}, and is {_format_shape_and_dtype(tensor)}"
 
 
-def _facts(tensor: Tensor) -> str:
-    return f"{numbers.shape(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
+def _format_shape_and_dtype(tensor: Tensor) -> str:
+    return f"{numbers.format_shape(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _compare_optimizers(now: State, saved: State, optimizer: str) -> Iterator[str]:
@@ -503,7 +539,7 @@ def _check_lr_schedulers(now: State, saved: State) -> None:
             _require_same_form(f"the schedule of {name}", mine, theirs, 1)
 
 
-def _stepper_state(live: RunObjects, saved: State) -> dict[str, Any]:
+def _build_stepper_state(live: RunObjects, saved: State) -> dict[str, Any]:
     stepper = live.parts.stepper.state_dict()
     now = stepper["optimizers"]
     optimizers = {
@@ -527,22 +563,22 @@ def _stepper_state(live: RunObjects, saved: State) -> dict[str, Any]:
     return {**rest, **narrow, "optimizers": optimizers, "losses": losses}
 
 
-def _load_state(live: RunObjects, saved: State) -> None:
+def _load_run_state(live: RunObjects, saved: State) -> None:
     _load_weights(live, saved)
     live.epoch_metrics.load_state_dict(saved.counts["epoch"])
     live.last_evaluation.update(saved.counts["last_evaluation"])
     vars(live.progress).update(saved.position["progress"])
     live.samples.quarantined = set(live.progress.quarantined)
     live.budget.bad = set(saved.position["bad_samples"])
-    put_guards(live.parts.stepper, saved.guards)
+    load_guard_states(live.parts.stepper, saved.guards)
     # Last: nothing after this may draw random numbers.
-    set_generators(saved.rng, live.parts.stepper.device)
+    restore_rng_states(saved.rng, live.parts.stepper.device)
 
 
 @torch.no_grad()
 def _load_weights(live: RunObjects, saved: State) -> None:
     model, narrow = live.parts.model, live.parts.stepper.weights
-    for name, parameter in saved_parameters(model).items():
+    for name, parameter in select_saved_parameters(model).items():
         # In place: the optimizer holds references to these parameters.
         if narrow is None:
             parameter.copy_(saved.weights["parameters"][name])

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from halfstep import distributed
-from halfstep.deadline import finishes_within
+from halfstep.deadline import run_within_deadline
 from halfstep.errors import (
     CONFIGURATION,
     DATA,
@@ -38,13 +38,13 @@ from halfstep.errors import (
     HalfstepError,
     NotRestarted,
 )
-from halfstep.files import read_json, renaming, replacing, write_json
-from halfstep.launch_variables import count_in
+from halfstep.files import read_json, replace_file, replace_file_unflushed, write_json
+from halfstep.launch_variables import read_count_variable
 from halfstep.out_of_memory import is_out_of_memory
-from halfstep.ownership import boot_and_container_id
+from halfstep.ownership import compute_boot_container_id
 from halfstep.recipe.changes import RECIPE
-from halfstep.status_files import ENDED, RUNNING, StatusFile, rank_of_file, read_status, status_file
-from halfstep.train.microbatches import largest_divisor
+from halfstep.status_files import ENDED, RUNNING, RankStatusRecord, name_status_file, parse_status_rank, read_status
+from halfstep.train.microbatches import find_largest_divisor
 
 RESTARTABLE = (TRY_AGAIN, HUNG)
 """Exit codes after which the same command resumes the run."""
@@ -78,81 +78,86 @@ class Launch:
     """The parts that each of these micro-batches is taken in, since memory ran out."""
 
 
-def restart_count(environment: Mapping[str, str] = os.environ) -> int:
+def count_restarts(environment: Mapping[str, str] = os.environ) -> int:
     """Return how often torchrun or Slurm restarted this run; 0 for a command that a person typed."""
-    return max(count_in(name, environment) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return max(read_count_variable(name, environment) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
-def may_be_restarted(environment: Mapping[str, str] = os.environ) -> bool:
+def can_be_restarted(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether torchrun or Slurm starts this run again where it fails, as far as their variables tell."""
-    return restart_count(environment) > 0 or count_in("TORCHELASTIC_MAX_RESTARTS", environment) > 0
+    return count_restarts(environment) > 0 or read_count_variable("TORCHELASTIC_MAX_RESTARTS", environment) > 0
 
 
 _JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "JOB_NAME")
 """The variables of Slurm and of torchrun, and the one that a Kubernetes manifest gives a pod by convention."""
 
 
-def job_id(environment: Mapping[str, str] = os.environ) -> str | None:
+def find_job_id(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return what the scheduler calls this job; None for a command that a person typed."""
     # torchrun calls a job without a name `none`.
     named = (environment.get(name, "") for name in _JOBS)
     return next((name[:LONGEST_JOB] for name in named if name not in ("", "none")), None)
 
 
-def begin(folder: Path, newest: int, restarts: int, batch_size: int, accepted: Collection[str] = ()) -> Launch:
+def begin_attempt(folder: Path, newest: int, restarts: int, batch_size: int, accepted: Collection[str] = ()) -> Launch:
     """Return this attempt; raise NotRestarted, with the code of the last ending, where a restart cannot help.
 
     `newest` is the step of the newest checkpoint, -1 for none, and `batch_size` the recipe's. Where memory ran out, a
     restart halves the micro-batch, and later launches keep that, until a person accepts another recipe. Only rank 0
     calls it, before any rank has written.
     """
-    last = last_statuses(folder)
+    last = read_last_statuses(folder)
     if not last or not restarts:
-        parts = 1 if RECIPE in accepted else _parts_before(last, batch_size)
+        parts = 1 if RECIPE in accepted else _read_previous_parts(last, batch_size)
         return Launch(secrets.token_hex(8), restarts, 0, newest, batch_size, parts)
     for rank, status in last.items():
         if status.code in INCURABLE:
-            raise _not_restarted_error(_reason(rank, last), status.code, "fix this, and start it again")
+            raise _not_restarted_error(_format_rank_reason(rank, last), status.code, "fix this, and start it again")
     return Launch(
-        secrets.token_hex(8), restarts, _fruitless(folder, last, newest), newest, batch_size, _parts(last, batch_size)
+        secrets.token_hex(8),
+        restarts,
+        _count_fruitless_restarts(folder, last, newest),
+        newest,
+        batch_size,
+        _compute_microbatch_parts(last, batch_size),
     )
 
 
-def _fruitless(folder: Path, last: Mapping[int, StatusFile], newest: int) -> int:
+def _count_fruitless_restarts(folder: Path, last: Mapping[int, RankStatusRecord], newest: int) -> int:
     """Return how many restarts in a row found no newer checkpoint; raise NotRestarted if they are too many."""
     before, fruitless = last[0].checkpoint, last[0].fruitless or 0
     was_stopped = all(status.code == TRY_AGAIN for status in last.values())
     if newest > (-1 if before is None else before):
         fruitless = 0
     # A run that was asked to stop did not fail, and one that ran out of memory is not repeated: it is divided further.
-    elif not was_stopped and _find_exhausted(last) is None:
+    elif not was_stopped and _find_out_of_memory(last) is None:
         fruitless += 1
     if fruitless > MOST_FRUITLESS:
-        raise _gave_up(folder, last)
+        raise _gave_up_error(folder, last)
     return fruitless
 
 
-def _find_exhausted(last: Mapping[int, StatusFile]) -> int | None:
+def _find_out_of_memory(last: Mapping[int, RankStatusRecord]) -> int | None:
     """Return the first rank that ended for want of memory."""
     return next((rank for rank, status in last.items() if status.code == OUT_OF_MEMORY), None)
 
 
-def _parts(last: Mapping[int, StatusFile], batch_size: int) -> int:
+def _compute_microbatch_parts(last: Mapping[int, RankStatusRecord], batch_size: int) -> int:
     """Return the parts of a micro-batch: those of the attempt before, and twice as many where memory ran out."""
-    parts, rank = _parts_before(last, batch_size), _find_exhausted(last)
+    parts, rank = _read_previous_parts(last, batch_size), _find_out_of_memory(last)
     if rank is None:
         return parts
     size = batch_size // parts
     if size == 1:
-        given = f"{_reason(rank, last)}; micro-batches are of one sample already, and cannot be halved"
+        given = f"{_format_rank_reason(rank, last)}; micro-batches are of one sample already, and cannot be halved"
         do = "add train.checkpoint_activations=true, or use smaller images, a smaller model or more ranks"
         raise _not_restarted_error(given, OUT_OF_MEMORY, do)
-    return batch_size // largest_divisor(size, size // 2)
+    return batch_size // find_largest_divisor(size, size // 2)
 
 
-def _parts_before(last: Mapping[int, StatusFile], batch_size: int) -> int:
+def _read_previous_parts(last: Mapping[int, RankStatusRecord], batch_size: int) -> int:
     """Return the parts that the attempt before divided micro-batches of this size in; 1 for another size."""
-    status = last.get(0, StatusFile())
+    status = last.get(0, RankStatusRecord())
     parts = status.divided_by or 0
     # The file may be of another program: nothing in it is taken for granted.
     if status.batch_size != batch_size or not 0 < parts <= batch_size:
@@ -160,31 +165,31 @@ def _parts_before(last: Mapping[int, StatusFile], batch_size: int) -> int:
     return parts if batch_size % parts == 0 else 1
 
 
-def last_statuses(folder: Path, token: str | None = None) -> dict[int, StatusFile]:
+def read_last_statuses(folder: Path, token: str | None = None) -> dict[int, RankStatusRecord]:
     """Return the statuses of one attempt by rank: of `token`, or of the last one that rank 0 took part in."""
     first = read_status(folder, 0)
     if token is None and first is not None:
         token = first.launch
-    found: dict[int, StatusFile] = {}
+    found: dict[int, RankStatusRecord] = {}
     with contextlib.suppress(OSError):
-        for rank in sorted(rank for entry in folder.iterdir() if (rank := rank_of_file(entry.name)) is not None):
+        for rank in sorted(rank for entry in folder.iterdir() if (rank := parse_status_rank(entry.name)) is not None):
             status = read_status(folder, rank)
             if status is not None and token is not None and status.launch == token:
                 found[rank] = status
     return found if 0 in found else {}
 
 
-def _gave_up(folder: Path, last: Mapping[int, StatusFile]) -> NotRestarted:
+def _gave_up_error(folder: Path, last: Mapping[int, RankStatusRecord]) -> NotRestarted:
     """Return the error after too many restarts, and tell a supervisor that the run is not restartable."""
     codes = {rank: one.code for rank, one in last.items() if one.code}
     # The rank that failed by itself, not those that lost it.
     rank = min(codes, key=lambda rank: (codes[rank] in RESTARTABLE, rank), default=None)
-    reason = "it was killed" if rank is None else _reason(rank, last)
+    reason = "it was killed" if rank is None else _format_rank_reason(rank, last)
     code = SOFTWARE if rank is None else codes[rank]
     given = f"{MOST_FRUITLESS} restarts in a row brought no newer checkpoint; the last attempt ended: {reason}"
     end = {"state": ENDED, "code": code, "reason": given, "restartable": False}
     with contextlib.suppress(OSError):
-        write_json(folder / status_file(0), {**(read_json(folder / status_file(0)) or {}), **end})
+        write_json(folder / name_status_file(0), {**(read_json(folder / name_status_file(0)) or {}), **end})
     return _not_restarted_error(given, code, "fix the first of these failures, and run the same command again")
 
 
@@ -194,7 +199,7 @@ def _not_restarted_error(given: str, code: int, do: str) -> NotRestarted:
     return error
 
 
-def _reason(rank: int, statuses: Mapping[int, StatusFile]) -> str:
+def _format_rank_reason(rank: int, statuses: Mapping[int, RankStatusRecord]) -> str:
     who = f"rank {rank}: " if len(statuses) > 1 else ""
     return f"{who}{str(statuses[rank].reason)[:LONGEST_REASON]}"
 
@@ -205,14 +210,14 @@ class RankStatus:
     def __init__(self, folder: Path, launch: Launch) -> None:
         self.folder, self.launch, self.rank = folder, launch, distributed.rank()
         facts = asdict(launch)
-        self._last = StatusFile(
+        self._last = RankStatusRecord(
             pid=os.getpid(),
             host=socket.gethostname(),
-            machine=boot_and_container_id(),
-            job=job_id(),
+            machine=compute_boot_container_id(),
+            job=find_job_id(),
             rank=self.rank,
-            since=_utc_now(),
-            world=distributed.size(),
+            since=_format_utc_now(),
+            world=distributed.count_ranks(),
             launch=facts.pop("token"),
             **facts,
         )
@@ -238,9 +243,9 @@ class RankStatus:
             self._write(replace(end, restartable=code in RESTARTABLE))
             self.on_end(code)
 
-        finishes_within(within, write)
+        run_within_deadline(within, write)
 
-    def _write(self, status: StatusFile) -> None:
+    def _write(self, status: RankStatusRecord) -> None:
         with self._changing:
             # Without the folder there is no place to write.
             if self._last.state == ENDED or not self.folder.is_dir():
@@ -250,34 +255,36 @@ class RankStatus:
             # A failing disk must not mask the original error. Where the folder is another run's, nothing is
             # written: the run ends at its next step.
             with contextlib.suppress(OSError, FolderLost):
-                _replace(self.folder, self.rank, replace(status, time=_utc_now(), beat=self._beat))
+                _replace_status_file(self.folder, self.rank, replace(status, time=_format_utc_now(), beat=self._beat))
 
 
-def _to_json(status: StatusFile) -> str:
+def _format_status_json(status: RankStatusRecord) -> str:
     known = {name: value for name, value in asdict(status).items() if value is not None}
     return json.dumps({"job": None, **known}, indent=1, sort_keys=True)
 
 
-def _replace(folder: Path, rank: int, status: StatusFile) -> None:
+def _replace_status_file(folder: Path, rank: int, status: RankStatusRecord) -> None:
     """Replace a status file; on a full disk, overwrite what the earlier one of this attempt occupies."""
     try:
-        with (replacing if status.state == ENDED else renaming)(folder / status_file(rank)) as draft:
-            draft.write_text(f"{_to_json(status):<{RESERVED - 1}}\n", encoding="utf-8")
+        with (replace_file if status.state == ENDED else replace_file_unflushed)(
+            folder / name_status_file(rank)
+        ) as draft:
+            draft.write_text(f"{_format_status_json(status):<{RESERVED - 1}}\n", encoding="utf-8")
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        _overwrite(folder, rank, status)
+        _overwrite_status_file(folder, rank, status)
 
 
-def _overwrite(folder: Path, rank: int, status: StatusFile) -> None:
+def _overwrite_status_file(folder: Path, rank: int, status: RankStatusRecord) -> None:
     earlier = read_status(folder, rank)
     if earlier is None or earlier.launch != status.launch:
         return
     short = replace(status, traceback=None, reason=status.reason and status.reason[:LONGEST_REASON])
-    handle = os.open(folder / status_file(rank), os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+    handle = os.open(folder / name_status_file(rank), os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
     try:
         size = os.fstat(handle).st_size
-        text = _to_json(short).encode()
+        text = _format_status_json(short).encode()
         if len(text) < size:
             os.write(handle, text.ljust(size - 1) + b"\n")  # in one call: a reader sees all of it or nothing
             os.fsync(handle)
@@ -286,14 +293,14 @@ def _overwrite(folder: Path, rank: int, status: StatusFile) -> None:
 
 
 @contextmanager
-def status_saved(status: RankStatus) -> Iterator[None]:
+def record_rank_status(status: RankStatus) -> Iterator[None]:
     """Write that this rank runs, and the exit code and the reason when the block ends."""
-    finishes_within(WRITTEN_WITHIN, lambda: status.running(step=0, phase="starting"))
+    run_within_deadline(WRITTEN_WITHIN, lambda: status.running(step=0, phase="starting"))
     code, reason, trace = 0, "finished", None
     try:
         yield
     except BaseException as error:
-        code, reason = exit_code_of(error), str(error).split("\n")[0] or type(error).__name__
+        code, reason = resolve_exit_code(error), str(error).split("\n")[0] or type(error).__name__
         if code == SOFTWARE:
             trace = traceback.format_exc()[-LONGEST_TRACEBACK:]
         raise
@@ -301,7 +308,7 @@ def status_saved(status: RankStatus) -> Iterator[None]:
         status.ended(code, reason, trace=trace, within=WRITTEN_WITHIN)
 
 
-def exit_code_of(error: BaseException) -> int:
+def resolve_exit_code(error: BaseException) -> int:
     """Return the exit code of a run that this error ends."""
     if isinstance(error, HalfstepError):
         return error.exit_code
@@ -310,5 +317,5 @@ def exit_code_of(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else SOFTWARE
 
 
-def _utc_now() -> str:
+def _format_utc_now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

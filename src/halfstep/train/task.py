@@ -26,11 +26,11 @@ Picture = np.ndarray[Any, Any]
 """Height × width × 3, uint8."""
 
 
-def no_progress(done: int, of: int) -> None:
+def ignore_progress(done: int, of: int) -> None:
     """Ignore the progress."""
 
 
-class LeftOut(NotImplementedError):
+class MissingTaskMethod(NotImplementedError):
     """A method that a task does not implement.
 
     torch raises plain NotImplementedError too, if a device lacks an operation: hence a separate class.
@@ -52,7 +52,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Shown:
+class SampleDisplay:
     """A sample for display: pictures of one size by their headings, and a caption."""
 
     panels: Mapping[str, Picture]
@@ -62,7 +62,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Judged:
+class BatchQuality:
     """The quality of the outputs for a batch, on their own device: reading it synchronizes."""
 
     counts: Tensor
@@ -127,7 +127,7 @@ class Task(ABC):
         """
         return []
 
-    def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = no_progress) -> list[str]:
+    def ready(self, model: nn.Module, precision: Precision, on_progress: OnProgress = ignore_progress) -> list[str]:
         """Do one-time measurements and computations with the model on its device; return lines for the run's start.
 
         Every rank calls it before the first step, also of a resumed run, whose buffers are restored afterward.
@@ -159,37 +159,37 @@ class Task(ABC):
         """Return pictures of the model's outputs for a validation batch."""
         return []
 
-    def shown(self, model: nn.Module, batch: Sample) -> list[Shown]:
+    def shown(self, model: nn.Module, batch: Sample) -> list[SampleDisplay]:
         """Return the pictures with headings and captions, for tasks that have them."""
-        return [Shown({"": picture}) for picture in self.pictures(model, batch)]
+        return [SampleDisplay({"": picture}) for picture in self.pictures(model, batch)]
 
     def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
         """Return the meaning of the colors in the pictures."""
         return []
 
-    def judge(self, said: Tensor, truth: Tensor) -> Judged:
+    def judge(self, said: Tensor, truth: Tensor) -> BatchQuality:
         """Return the quality of each output of a batch; `said` and `truth` are what the metrics get."""
-        raise LeftOut(f"{type(self).__name__} does not score single samples")
+        raise MissingTaskMethod(f"{type(self).__name__} does not score single samples")
 
     def signature(self) -> Signature:
         """Return a description of the model's inputs and outputs, for use of its weights elsewhere."""
-        raise LeftOut(f"{type(self).__name__} has no signature for its model's input")
+        raise MissingTaskMethod(f"{type(self).__name__} has no signature for its model's input")
 
     def predict(self, model: nn.Module, image: Tensor) -> Prediction:
         """Return the prediction for one image as read from its file, channels × height × width; or for a prompt."""
-        raise LeftOut(f"{type(self).__name__} predicts nothing")
+        raise MissingTaskMethod(f"{type(self).__name__} predicts nothing")
 
     def prompt(self, text: str) -> Tensor:
         """Return a text as `predict` takes it, for tasks that read text."""
-        raise LeftOut(f"{type(self).__name__} reads no text")
+        raise MissingTaskMethod(f"{type(self).__name__} reads no text")
 
     def write_folder(self, model: nn.Module, folder: Path, merge: bool = False) -> list[str]:
         """Write the model to a new folder in the layout of another library, verify it, and return lines about it.
 
         With `merge`, an adapter becomes a part of the weights.
         """
-        raise LeftOut(f"{type(self).__name__} has no layout of another library")
+        raise MissingTaskMethod(f"{type(self).__name__} has no layout of another library")
 
     def sample(self, model: nn.Module, count: int, on_progress: OnProgress) -> list[Picture]:
         """Return pictures that the model generates; randomness comes from torch's default generator."""
-        raise LeftOut(f"{type(self).__name__} does not generate samples")
+        raise MissingTaskMethod(f"{type(self).__name__} does not generate samples")

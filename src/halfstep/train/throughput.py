@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from halfstep.numbers import duration
-from halfstep.recipe.sources import read_recipe, recipe_names
+from halfstep.numbers import format_duration
+from halfstep.recipe.sources import list_recipe_names, read_recipe
 from halfstep.train.setup import AnyRecipe
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Throughput:
         return found
 
 
-class Mean:
+class MovingMean:
     """An exponentially weighted mean; None before its first value."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Length:
+class RunLength:
     """The number of steps, epochs and evaluations of a run."""
 
     steps: int
@@ -88,10 +88,10 @@ class Length:
 class TimeLeft:
     """A timer of everything that a run does: each lap starts at the end of the last one."""
 
-    def __init__(self, length: Length, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, length: RunLength, clock: Callable[[], float] = time.perf_counter) -> None:
         self.length, self._clock, self._lap = length, clock, clock()
         self._first: float | None = None
-        self._steps, self._evaluated, self._closed = Mean(), Mean(), Mean()
+        self._steps, self._evaluated, self._closed = MovingMean(), MovingMean(), MovingMean()
         self.steps_timed = 0
         """Steps timed, without the first one, in which kernels are selected and workers start."""
 
@@ -161,42 +161,47 @@ MULTIPLE = 32
 """Image sizes that are multiples of this fit every model here."""
 
 
-def too_long(recipe: AnyRecipe, resolution: str, *, seconds: float, per_step: float, on_cores: bool) -> str | None:
+def describe_long_run(
+    recipe: AnyRecipe, resolution: str, *, seconds: float, per_step: float, on_cores: bool
+) -> str | None:
     """Return a warning for a run of so many seconds, or None; `resolution` is `Task.resolution`."""
     if seconds < (LONG if on_cores else LONG_ON_ACCELERATOR):
         return None
-    ways = [*_smaller(recipe, resolution, seconds), _shorter(recipe, seconds)]
-    lighter = ", ".join(_lighter_recipes(recipe, resolution))
+    ways = [*_suggest_smaller_images(recipe, resolution, seconds), _suggest_shorter_run(recipe, seconds)]
+    lighter = ", ".join(_list_lighter_recipes(recipe, resolution))
     ways += [f"a smaller recipe: {lighter}"] if lighter else []
-    return f"{duration(per_step)} a step: this run takes about {duration(seconds)} here. Shorter: {'; or '.join(ways)}"
+    return (
+        f"{format_duration(per_step)} a step: this run takes about {format_duration(seconds)} here. Shorter: "
+        f"{'; or '.join(ways)}"
+    )
 
 
-def _smaller(recipe: AnyRecipe, resolution: str, seconds: float) -> list[str]:
-    size = _value(recipe.model_dump(), resolution)
+def _suggest_smaller_images(recipe: AnyRecipe, resolution: str, seconds: float) -> list[str]:
+    size = _find_nested_value(recipe.model_dump(), resolution)
     # Half of the size must still be a multiple.
     if not isinstance(size, int) or size % (2 * MULTIPLE):
         return []
-    return [f"{resolution}={size // 2}, with a quarter of the pixels (about {duration(seconds / 4)})"]
+    return [f"{resolution}={size // 2}, with a quarter of the pixels (about {format_duration(seconds / 4)})"]
 
 
-def _shorter(recipe: AnyRecipe, seconds: float) -> str:
+def _suggest_shorter_run(recipe: AnyRecipe, seconds: float) -> str:
     """Return the number of epochs or steps that a trial allows, at least one."""
     name = "steps" if recipe.train.steps is not None else "epochs"
     each = seconds / (recipe.train.steps or recipe.train.epochs or 1)
     number = max(1, int(A_LOOK / each))
-    return f"train.{name}={number} for a quick look (about {duration(number * each)})"
+    return f"train.{name}={number} for a quick look (about {format_duration(number * each)})"
 
 
-def _lighter_recipes(recipe: AnyRecipe, resolution: str) -> list[str]:
+def _list_lighter_recipes(recipe: AnyRecipe, resolution: str) -> list[str]:
     """Return the recipes of the same task with smaller images, smallest first."""
-    own = _value(recipe.model_dump(), resolution)
-    raws = {name: read_recipe(name).raw for name in recipe_names()}
-    sizes = {name: _value(raw, resolution) for name, raw in raws.items() if raw.get("task") == recipe.task}
+    own = _find_nested_value(recipe.model_dump(), resolution)
+    raws = {name: read_recipe(name).raw for name in list_recipe_names()}
+    sizes = {name: _find_nested_value(raw, resolution) for name, raw in raws.items() if raw.get("task") == recipe.task}
     lighter = [name for name, size in sizes.items() if isinstance(size, int) and isinstance(own, int) and size < own]
     return sorted(lighter, key=lambda name: sizes[name])
 
 
-def _value(sections: Any, key: str) -> Any:
+def _find_nested_value(sections: Any, key: str) -> Any:
     for word in key.split("."):
         sections = sections.get(word) if isinstance(sections, dict) else None
     return sections

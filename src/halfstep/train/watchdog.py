@@ -21,21 +21,21 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from halfstep import distributed
-from halfstep.deadline import finishes_within
+from halfstep.deadline import run_within_deadline
 from halfstep.errors import HUNG, FolderLost
-from halfstep.files import make_parent
+from halfstep.files import create_parent_folder
 from halfstep.ownership import check_ownership
 from halfstep.peers import Peers
-from halfstep.printable import printable
+from halfstep.printable import escape_unprintable
 from halfstep.recipe.schema import WorldOptions
-from halfstep.status_files import ENDED, StatusFile, read_status
-from halfstep.train.status import RankStatus, last_statuses
+from halfstep.status_files import ENDED, RankStatusRecord, read_status
+from halfstep.train.status import RankStatus, read_last_statuses
 
 STACKS = "stacks"
 """The folder of the stacks, one file a rank."""
 TICK = 1.0
 HEARTBEAT = 5.0
-"""Seconds between two writes of a rank's position; more with many ranks, see `_heartbeat`."""
+"""Seconds between two writes of a rank's position; more with many ranks, see `_build_heartbeat_key`."""
 WRITES = 50.0
 """Positions a second that all ranks together may write: a shared file system has other work."""
 SLOWER = 2.0
@@ -62,11 +62,11 @@ Beat = Callable[[str, int], None]
 OnHang = Callable[[str], None]
 
 
-def no_beat(phase: str, step: int) -> None:
+def ignore_beat(phase: str, step: int) -> None:
     """Report nothing; for loops that nobody watches."""
 
 
-class Position(NamedTuple):
+class RankPosition(NamedTuple):
     """Where a rank is in its run."""
 
     step: int
@@ -143,10 +143,10 @@ class Watchdog:
 
     @property
     def _heartbeat(self) -> float:
-        return max(min(HEARTBEAT, 5 * self._tick), distributed.size() / WRITES)
+        return max(min(HEARTBEAT, 5 * self._tick), distributed.count_ranks() / WRITES)
 
-    def _position(self) -> Position:
-        return Position(self._step, self._phase, _collectives(), self._answers or None)
+    def _position(self) -> RankPosition:
+        return RankPosition(self._step, self._phase, _count_collectives(), self._answers or None)
 
     # -- in the thread that judges ------------------------------------------------------------------------------
 
@@ -167,10 +167,10 @@ class Watchdog:
     def _report(self, idle: float) -> None:
         """Write the stacks, give the other ranks time to write theirs, and exit; in time, even if the disk hangs."""
         self._answers = True
-        answer = ANSWER * self._tick if distributed.size() > 1 else 0.0
-        is_told = finishes_within(answer + REPORT, lambda: self._explain(idle, answer))
+        answer = ANSWER * self._tick if distributed.count_ranks() > 1 else 0.0
+        is_told = run_within_deadline(answer + REPORT, lambda: self._explain(idle, answer))
         if not is_told and self._on_hang is not None:
-            finishes_within(1.0, lambda: _tell(f"{self._where(idle)}, and the disk does not answer"))
+            run_within_deadline(1.0, lambda: _write_to_stderr(f"{self._where(idle)}, and the disk does not answer"))
             os._exit(HUNG)
 
     def _explain(self, idle: float, answer: float) -> None:
@@ -182,20 +182,20 @@ class Watchdog:
         self._over.wait(answer)
         reason = self._reason(idle)
         if self._on_hang is None:
-            _tell(f"warning: {reason}")
+            _write_to_stderr(f"warning: {reason}")
             return
         self._status.ended(HUNG, reason, within=REPORT)
         self._on_hang(reason)
 
     def _reason(self, idle: float) -> str:
         where = f"{self._where(idle)}; the stacks are in {self._status.folder / STACKS}"
-        if distributed.size() == 1:
+        if distributed.count_ranks() == 1:
             return where
-        statuses = last_statuses(self._status.folder, self._status.launch.token)
-        return f"{behind(statuses, distributed.size())}: {where}"
+        statuses = read_last_statuses(self._status.folder, self._status.launch.token)
+        return f"{describe_late_ranks(statuses, distributed.count_ranks())}: {where}"
 
     def _where(self, idle: float) -> str:
-        seconds = idle if distributed.size() == 1 else max(idle, self._limit)
+        seconds = idle if distributed.count_ranks() == 1 else max(idle, self._limit)
         return f"no progress for {seconds:.0f} s in step {self._step} ({self._phase})"
 
     # -- in the thread that writes and reads --------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Watchdog:
                     old.unlink(missing_ok=True)
         written, looked = -1.0, time.monotonic()
         while not self._over.wait(self._tick):
-            self._is_marked = distributed.size() > 1 and self._marker.exists()
+            self._is_marked = distributed.count_ranks() > 1 and self._marker.exists()
             now = time.monotonic()
             if now - written >= self._heartbeat:
                 written = now
@@ -230,7 +230,7 @@ class Watchdog:
             return
         if self._phase == ENDING:
             return
-        for rank in _next_ranks(self._peers.away, self._status.rank):
+        for rank in _select_next_ranks(self._peers.away, self._status.rank):
             status = read_status(self._status.folder, rank)
             # Nothing to read says nothing: the file system may be at fault.
             if status is None or status.launch != self._status.launch.token:
@@ -245,17 +245,18 @@ class Watchdog:
                 self._peers.report_lost(rank, f"it has written no heartbeat for {silent:.0f} s")
 
 
-def _next_ranks(ranks: tuple[int, ...], own: int) -> list[int]:
+def _select_next_ranks(ranks: tuple[int, ...], own: int) -> list[int]:
     """Return the few ranks that follow this one by number, around the end."""
     return sorted(ranks, key=lambda rank: (rank < own, rank))[:AWAY]
 
 
-def behind(statuses: Mapping[int, StatusFile], size: int) -> str:
+def describe_late_ranks(statuses: Mapping[int, RankStatusRecord], size: int) -> str:
     """Return the ranks that the others wait for: those that do not answer, else those at the earliest place."""
-    silent = [rank for rank in range(size) if not statuses.get(rank, StatusFile()).answered]
+    silent = [rank for rank in range(size) if not statuses.get(rank, RankStatusRecord()).answered]
     if silent:
         return (
-            f"{distributed.ranks_named(silent)} {'does' if len(silent) == 1 else 'do'} not answer, and may be stopped"
+            f"{distributed.format_rank_numbers(silent)} {'does' if len(silent) == 1 else 'do'} not answer, and may "
+            "be stopped"
         )
     places = {rank: (one.step or 0, one.collectives or 0) for rank, one in statuses.items()}
     earliest = min(places.values())
@@ -264,23 +265,23 @@ def behind(statuses: Mapping[int, StatusFile], size: int) -> str:
         hosts = sorted({str(one.host) for one in statuses.values()})
         between = f"between {', '.join(hosts[: distributed.MOST_NAMED])}" if len(hosts) > 1 else "between them"
         return f"all ranks answer, and each waits for another: the network {between} may be cut, or their calls differ"
-    return f"{distributed.ranks_named(late)} {'is' if len(late) == 1 else 'are'} behind, at step {earliest[0]}"
+    return f"{distributed.format_rank_numbers(late)} {'is' if len(late) == 1 else 'are'} behind, at step {earliest[0]}"
 
 
-def _collectives() -> int:
+def _count_collectives() -> int:
     """Return the number of collectives started by this rank: of ranks at one step, the one with fewer is behind."""
     try:
         group: Any = dist.group.WORLD
-        return int(group._get_sequence_number_for_group()) if distributed.size() > 1 else 0
+        return int(group._get_sequence_number_for_group()) if distributed.count_ranks() > 1 else 0
     except RuntimeError:  # no sequence numbers in this backend
         return 0
 
 
-def write_stacks(path: Path, position: Position) -> None:
+def write_stacks(path: Path, position: RankPosition) -> None:
     """Write the Python stacks of all threads of this process."""
     where = "".join(f", {name} {value}" for name, value in position._asdict().items() if value is not None)
     with suppress(OSError, FolderLost):  # a full disk, or another run's folder: the run ends all the same
-        make_parent(path)
+        create_parent_folder(path)
         with open(path, "w", encoding="utf-8") as file:
             file.write(f"process {os.getpid()}{where}\n")
             file.flush()
@@ -295,18 +296,18 @@ def set_group_timeout(limit: float) -> None:
         set_timeout(timedelta(seconds=limit + MARGIN))
 
 
-def _tell(text: str) -> None:
+def _write_to_stderr(text: str) -> None:
     """Write to stderr from any thread."""
     # Not through Python's own buffer, which the thread that hangs may have locked.
     with suppress(OSError):
-        os.write(STDERR, f"{printable(text)}\n".encode())
+        os.write(STDERR, f"{escape_unprintable(text)}\n".encode())
 
 
-def end_hung(reason: str) -> None:
+def end_hung_process(reason: str) -> None:
     """End this process, from the thread that watches it."""
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     try:
-        _tell(f"{who}{reason}\n  do: start it again with the same command to continue")
+        _write_to_stderr(f"{who}{reason}\n  do: start it again with the same command to continue")
     finally:
         # Not sys.exit: the main thread does not come back to handle it.
         os._exit(HUNG)

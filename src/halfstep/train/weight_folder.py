@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint.chunks import block
-from halfstep.checkpoint.sealed import LOOKED_AT, check_header, runs_code
+from halfstep.checkpoint.chunks import build_block_index
+from halfstep.checkpoint.sealed import LOOKED_AT, check_safetensors_header, describe_unsafe_file
 from halfstep.errors import BadData, Unsafe
-from halfstep.files import LARGEST_JSON, strict_json
+from halfstep.files import LARGEST_JSON, parse_strict_json
 
 PICKLED, INFO, OFFSETS = ".metadata", "DCP_SHARDING_INFO", "saved_offsets"
 MOST_FILES = 10_000
@@ -38,7 +38,7 @@ class WeightPart:
     @property
     def place(self) -> tuple[slice, ...]:
         """Where it lies in the tensor."""
-        return block(self.offsets, self.sizes)
+        return build_block_index(self.offsets, self.sizes)
 
 
 def has_weights(folder: Path) -> bool:
@@ -46,7 +46,7 @@ def has_weights(folder: Path) -> bool:
     return folder.is_dir() and ((folder / PICKLED).exists() or next(folder.glob("*.safetensors"), None) is not None)
 
 
-def read_folder(folder: Path, most: int) -> dict[str, Tensor]:
+def load_weight_folder(folder: Path, most: int) -> dict[str, Tensor]:
     """Return the tensors of all files by name, on the host, with their chunks joined.
 
     Raises Unsafe for a pickle, and BadData for files that cannot be read, are larger than `most` bytes together, or do
@@ -64,7 +64,7 @@ def read_folder(folder: Path, most: int) -> dict[str, Tensor]:
     if size > most:
         raise BadData(f"{folder} has {size:,} bytes", allowed=f"at most {most:,}", do="use smaller weights")
     try:
-        parts = _parts(files)
+        parts = _list_weight_parts(files)
         return {name: _join_parts(name, held) for name, held in parts.items()}
     except (BadData, Unsafe):
         raise
@@ -73,24 +73,24 @@ def read_folder(folder: Path, most: int) -> dict[str, Tensor]:
         raise _damaged_error(folder, str(error).strip().partition("\n")[0][:200] or type(error).__name__) from error
 
 
-def _parts(files: list[Path]) -> dict[str, list[WeightPart]]:
+def _list_weight_parts(files: list[Path]) -> dict[str, list[WeightPart]]:
     found: dict[str, list[WeightPart]] = defaultdict(list)
     for file in files:
         _refuse_code(file)
-        check_header(file)
+        check_safetensors_header(file)
         with _open_file(file) as stored:
-            offsets = _offsets(stored.metadata() or {})
+            offsets = _parse_offsets(stored.metadata() or {})
             for name in stored.keys():  # noqa: SIM118 - not a mapping
                 sizes = tuple(stored.get_slice(name).get_shape())
                 found[name].append(WeightPart(file, offsets.get(name, (0,) * len(sizes)), sizes))
     return found
 
 
-def _offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+def _parse_offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     text = metadata.get(INFO, "{}").encode()
     if len(text) > LARGEST_JSON:
         raise ValueError(f"{INFO} of {len(text):,} bytes")
-    table = strict_json(text)
+    table = parse_strict_json(text)
     found = {name: tuple(entry[OFFSETS]) for name, entry in table.items()}
     if any(type(at) is not int or not 0 <= at < 2**53 for offsets in found.values() for at in offsets):
         raise ValueError(f"{INFO} has offsets that are no counts")
@@ -124,7 +124,7 @@ def _join_parts(name: str, parts: list[WeightPart]) -> Tensor:
 
 def _refuse_code(file: Path) -> None:
     with file.open("rb") as opened:
-        kind = runs_code(opened.read(LOOKED_AT))
+        kind = describe_unsafe_file(opened.read(LOOKED_AT))
     if kind is not None:
         raise Unsafe(
             f"{file} is named .safetensors, and is {kind}, which can run code when it is read",

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import distributed
-from halfstep.checkpoint.sealed import LOOKED_AT, runs_code
+from halfstep.checkpoint.sealed import LOOKED_AT, describe_unsafe_file
 from halfstep.errors import BadData, MissingExtra, StateMismatch, Unsafe
-from halfstep.files import replacing
-from halfstep.numbers import shape
+from halfstep.files import replace_file
+from halfstep.numbers import format_shape
 from halfstep.recipe.schema import WEIGHTS
-from halfstep.safetensors_header import content, header
+from halfstep.safetensors_header import content, encode_header
 from halfstep.step.buffers import put_buffer
-from halfstep.train.weight_folder import has_weights, read_folder
+from halfstep.train.weight_folder import has_weights, load_weight_folder
 
 MOST_LINES = 20
 PREFIXES = ("module.", "_orig_mod.", "model.")
@@ -79,8 +79,8 @@ def save_weights(
 
     For a sharded model the other ranks call `gather_weights` meanwhile.
     """
-    with replacing(path) as draft:
-        write_tensors(_saved_tensors(model), metadata or {}, draft)
+    with replace_file(path) as draft:
+        write_tensors(_name_saved_tensors(model), metadata or {}, draft)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> None:
@@ -89,7 +89,7 @@ def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], fi
     pieces = _iterate_whole(tensors)
     try:
         with file.open("wb") as written:
-            written.write(header(_order_by_width(tensors), dict(sorted({"format": "pt", **metadata}.items()))))
+            written.write(encode_header(_order_by_width(tensors), dict(sorted({"format": "pt", **metadata}.items()))))
             for _, tensor in pieces:
                 written.write(content(tensor))
     finally:
@@ -100,7 +100,7 @@ def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], fi
 
 def gather_weights(model: nn.Module) -> None:
     """Take part in the gathers of `save_weights` on a rank that does not write; nothing is kept."""
-    for _ in _iterate_whole(_saved_tensors(model)):
+    for _ in _iterate_whole(_name_saved_tensors(model)):
         pass
 
 
@@ -110,7 +110,7 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadRep
     Everything must fit, unless `partial`: then at least half of the smaller side must. The model changes only after all
     checks. Raises StateMismatch, BadData, Unsafe or MissingExtra.
     """
-    own = _strip_prefixes(_tensors(model), {})  # with the names that save_weights uses
+    own = _strip_prefixes(_collect_tensors(model), {})  # with the names that save_weights uses
     read = _strip_prefixes(read_tensors(path), own)
     # With the prefix of a submodel that fits best: a file of an encoder has none.
     placed = [{f"{inside}{name}": tensor for name, tensor in read.items()} for inside in INSIDE]
@@ -130,35 +130,35 @@ def load_weights(model: nn.Module, path: Path, partial: bool = False) -> LoadRep
     return report
 
 
-def finite(model: nn.Module, infinite: Collection[str] | None = None) -> bool:
+def has_finite_weights(model: nn.Module, infinite: Collection[str] | None = None) -> bool:
     """Return whether `load_weights` would accept the weights of `model`; `infinite` as when the model was built.
 
     Every rank calls it for a sharded model, and all get the same answer.
     """
     sound = all(
         _has_valid_values(
-            distributed.local(tensor),
+            distributed.unwrap_local_tensor(tensor),
             isinstance(tensor, nn.Parameter) or (infinite is not None and name not in infinite),
         )
-        for name, tensor in _tensors(model).items()
+        for name, tensor in _collect_tensors(model).items()
     )
     if not distributed.is_sharded(model.parameters()):
         return sound
-    return not distributed.summed(torch.tensor([not sound], dtype=torch.int64)).item()
+    return not distributed.sum_tensor_over_ranks(torch.tensor([not sound], dtype=torch.int64)).item()
 
 
-def infinite_buffers(model: nn.Module) -> frozenset[str]:
+def find_infinite_buffers(model: nn.Module) -> frozenset[str]:
     """Return the buffers of a newly built model that hold infinities on purpose, such as a causal mask."""
     return frozenset(name for name, buffer in model.named_buffers() if not _has_valid_values(buffer, is_finite=True))
 
 
-def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
+def compute_weights_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
     """Return a SHA-256 of names, dtypes, shapes and values: equal for bitwise equal models.
 
     Every rank calls it for a sharded model.
     """
     total = hashlib.sha256()
-    saved = _saved_tensors(model)
+    saved = _name_saved_tensors(model)
     # Sorted: the order of registration is not part of the weights.
     for name in sorted(saved):
         tensor = _move_to_host(saved[name])
@@ -168,7 +168,7 @@ def digest(model: nn.Module | Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def select_saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that belong to a checkpoint: all, but for those that a model names as `not_saved`.
 
     A model with an adapter does so for its frozen base, which has its own files.
@@ -177,13 +177,13 @@ def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if name not in left_out}
 
 
-def as_saved(model: nn.Module) -> dict[str, Tensor]:
+def collect_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers as a file has them: whole, contiguous, on the host."""
-    return dict(_iterate_whole(_saved_tensors(model)))
+    return dict(_iterate_whole(_name_saved_tensors(model)))
 
 
-def _saved_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return _strip_prefixes(_tensors(model), {})
+def _name_saved_tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return _strip_prefixes(_collect_tensors(model), {})
 
 
 def _order_by_width(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -198,10 +198,10 @@ def _iterate_whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
 
 
 def _move_to_host(tensor: Tensor) -> Tensor:
-    return distributed.whole(tensor.detach()).cpu().contiguous()
+    return distributed.gather_full_tensor(tensor.detach()).cpu().contiguous()
 
 
-def _tensors(model: nn.Module | Mapping[str, object]) -> dict[str, Tensor]:
+def _collect_tensors(model: nn.Module | Mapping[str, object]) -> dict[str, Tensor]:
     """Return parameters and buffers; extra state of a module has no place in a file of tensors."""
     # keep_vars, so that a parameter stays distinguishable from a buffer.
     state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
@@ -226,7 +226,7 @@ def _compare_weights(
     # Files older than torch's batch counter lack it; only a cumulative average (momentum=None) uses it.
     missing = [name for name in own if name not in found and not name.endswith("num_batches_tracked")]
     shapes = [
-        f"{name} is {shape(found[name].shape)} in the file, {shape(own[name].shape)} in the model"
+        f"{name} is {format_shape(found[name].shape)} in the file, {format_shape(own[name].shape)} in the model"
         for name in own
         if name in found and name not in fitting
     ]
@@ -256,7 +256,7 @@ def _check_values(path: Path, tensors: Mapping[str, Tensor], own: Mapping[str, T
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a .safetensors, .pt or .pth file, or of a folder, by name, on the host."""
     if has_weights(path):
-        return read_folder(path, LARGEST)
+        return load_weight_folder(path, LARGEST)
     if not path.is_file():
         raise BadData(f"no weights at {path}", allowed=WEIGHTS, do="check the path in model.weights")
     if path.stat().st_size > LARGEST:
@@ -266,14 +266,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         start = file.read(LOOKED_AT)
     if path.suffix == ".safetensors":
-        return _numbers_only(path, start)
+        return _load_safetensors(path, start)
     if path.suffix in (".pt", ".pth", ".bin"):
         return _load_restricted(path)
     raise BadData(f"{path} is not a file of weights", allowed=WEIGHTS, do="convert it to .safetensors")
 
 
-def _numbers_only(path: Path, start: bytes) -> dict[str, Tensor]:
-    kind = runs_code(start)
+def _load_safetensors(path: Path, start: bytes) -> dict[str, Tensor]:
+    kind = describe_unsafe_file(start)
     if kind is not None:
         raise Unsafe(
             f"{path} is named .safetensors, and is {kind}, which can run code when it is read",
@@ -302,14 +302,14 @@ def _load_restricted(path: Path) -> dict[str, Tensor]:
             content = torch.load(path, map_location=lambda storage, _: storage, weights_only=True)
     except pickle.UnpicklingError as error:
         raise Unsafe(
-            f"{path} contains more than tensors, and could run code: {_first_line(error)}",
+            f"{path} contains more than tensors, and could run code: {_format_first_line(error)}",
             allowed=WEIGHTS,
             do="ask its author for a .safetensors file, or for one saved with torch.save(model.state_dict(), ...)",
         ) from error
     except Exception as error:
         # A damaged file may raise anything: EOFError, RuntimeError, struct.error, ...
         raise _damaged_error(path, error) from error
-    found = _innermost(content)
+    found = _find_nested_weights(content)
     if not found:
         raise BadData(
             f"{path} contains no tensors by name", allowed=WEIGHTS, do="save model.state_dict() into the file"
@@ -330,7 +330,7 @@ def _refuse_compressed(path: Path) -> None:
         raise Unsafe(f"{path} is compressed, as torch never writes it", allowed=WEIGHTS, do="save the weights again")
 
 
-def _innermost(content: Any) -> dict[str, Tensor]:
+def _find_nested_weights(content: Any) -> dict[str, Tensor]:
     # Three levels at most: no known trainer nests its weights deeper.
     for _ in range(3):
         if not isinstance(content, Mapping):
@@ -345,18 +345,18 @@ def _innermost(content: Any) -> dict[str, Tensor]:
 
 def _damaged_error(path: Path, error: Exception) -> BadData:
     return BadData(
-        f"{path} cannot be read as weights: {_first_line(error)}",
+        f"{path} cannot be read as weights: {_format_first_line(error)}",
         allowed=WEIGHTS,
         do="copy or download the file again; it may be cut off",
     )
 
 
-def _first_line(error: Exception) -> str:
+def _format_first_line(error: Exception) -> str:
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
-def non_persistent_buffers(model: nn.Module) -> list[str]:
+def list_non_persistent_buffers(model: nn.Module) -> list[str]:
     """Return the names of the non-persistent buffers that exist now."""
     own = ((f"{path}." if path else "", module) for path, module in model.named_modules())
     return sorted(
@@ -367,20 +367,20 @@ def non_persistent_buffers(model: nn.Module) -> list[str]:
     )
 
 
-def empty_buffers(model: nn.Module) -> set[str]:
+def find_empty_buffers(model: nn.Module) -> set[str]:
     """Return the buffers that get their tensors with the first batch."""
     slots = ((f"{path}." if path else "", module._buffers) for path, module in model.named_modules())
     return {path + name for path, buffers in slots for name, buffer in buffers.items() if buffer is None}
 
 
-def extra_state(model: nn.Module) -> dict[str, object]:
+def collect_extra_state(model: nn.Module) -> dict[str, object]:
     """Return what a model saves besides parameters and buffers."""
     saved = model.state_dict()
     own = {name for name in saved if name.rpartition(".")[2] == EXTRA}
     return {name: value for name, value in saved.items() if name in own or not isinstance(value, Tensor)}
 
 
-def assignable_buffers(model: nn.Module, names: Collection[str]) -> set[str]:
+def select_assignable_buffers(model: nn.Module, names: Collection[str]) -> set[str]:
     """Return those names whose module exists in the model and has nothing else under that name."""
     modules = dict(model.named_modules())
     return {name for name in names if _has_room(modules.get(name.rpartition(".")[0]), name.rpartition(".")[2])}
@@ -396,7 +396,7 @@ def _has_room(module: nn.Module | None, name: str) -> bool:
 
 
 def put_buffers(model: nn.Module, values: Mapping[str, Tensor], non_persistent_buffers: Collection[str]) -> None:
-    """Set all these buffers; those in `non_persistent_buffers` are registered where they are missing."""
+    """Set all these buffers; those in `list_non_persistent_buffers` are registered where they are missing."""
     for name, value in values.items():
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep import Stepper
 from halfstep.errors import StateMismatch
-from halfstep.guard.alarms.spike import REFUSED, Spike
+from halfstep.guard.alarms.spike import REFUSED, SpikeGuard
 from halfstep.guard.alarms.usual_loss import BEGIN
 from halfstep.step.report import OptimizerReport, StepReport
 from tests.support.digest import digest_of_run
@@ -120,7 +120,7 @@ def losses_of(seed: int, steps: int = 1000) -> list[float]:
 def test_twelve_thousand_clean_steps_have_at_most_one_false_alarm() -> None:
     refused = 0
     for seed in range(12):
-        spike = Spike()
+        spike = SpikeGuard()
         refused += sum(not spike.passes(report(loss)) for loss in losses_of(seed))
     assert refused <= 1
 
@@ -132,7 +132,7 @@ def test_twenty_spikes_of_a_real_run_are_refused_and_change_nothing() -> None:
     draw = random.Random(0)
     torch.manual_seed(0)
     model, true = plain_model(), torch.randn(8, 4)
-    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision="bf16", guards=[Spike()])
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision="bf16", guards=[SpikeGuard()])
     at = {step: 10.0 ** draw.uniform(2, 6) for step in draw.sample(range(40, 400), 20)}
     caught = []
     for step in range(400):
@@ -153,7 +153,7 @@ def test_twenty_spikes_of_a_real_run_are_refused_and_change_nothing() -> None:
 def test_what_is_not_finite_never_gets_into_the_window(poison: float, how_many: int) -> None:
     """The step asks no guard about a loss that is not finite, so the next spike is judged as before."""
     model = plain_model()
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.0), precision="fp32", guards=[Spike()])
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.0), precision="fp32", guards=[SpikeGuard()])
     x = torch.randn(4, 8)
     factors = [1.0] * 30 + [poison] * how_many + [100.0, 1.0]
     reasons = [stepper.step(lambda m, x, f=factor: f * m(x).square().mean(), x).reason for factor in factors]
@@ -162,7 +162,7 @@ def test_what_is_not_finite_never_gets_into_the_window(poison: float, how_many: 
 
 
 def test_refused_spikes_do_not_raise_the_limit() -> None:
-    spike, usual = Spike(), noise(1)
+    spike, usual = SpikeGuard(), noise(1)
     for attempt in range(60):
         assert spike.passes(report(next(usual), attempt=attempt))
     for attempt in range(60, 1000):
@@ -171,7 +171,7 @@ def test_refused_spikes_do_not_raise_the_limit() -> None:
 
 
 def test_a_quarter_of_all_losses_is_no_accident_and_is_learnt() -> None:
-    spike, usual = Spike(), noise(1)
+    spike, usual = SpikeGuard(), noise(1)
     for attempt in range(60):
         spike.passes(report(next(usual), attempt=attempt))
     losses = [100.0 if attempt % 3 == 0 else next(usual) for attempt in range(60, 260)]
@@ -185,11 +185,11 @@ def test_decisions_are_the_same_after_saving_at_any_point() -> None:
     # Some are refused, some are tall and accepted, and some are accepted only because taller ones came before.
     heights = draw.choices([1.0, 7.0, 20.0, 1000.0], [94, 2, 2, 2], k=1000)
     stream = [next(usual) * height for height in heights]
-    whole = Spike()
+    whole = SpikeGuard()
     expected = [whole.passes(report(loss, n)) for n, loss in enumerate(stream)]
     assert not all(expected)
     for at in draw.sample(range(1, 1000), 50):
-        first, second = Spike(), Spike()
+        first, second = SpikeGuard(), SpikeGuard()
         decisions = [first.passes(report(loss, n)) for n, loss in enumerate(stream[:at])]
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         decisions += [second.passes(report(loss, n)) for n, loss in enumerate(stream[at:], start=at)]
@@ -201,11 +201,11 @@ def test_decisions_are_the_same_after_saving_at_any_point() -> None:
 
 def levels(*losses: float) -> list[bool]:
     """What comes of these, after a run that began with losses of 1 and has come down to 0.001."""
-    spike = Spike()
+    spike = SpikeGuard()
     for attempt, loss in enumerate([1.0] * 30 + [0.001] * 1000):
         spike.passes(report(loss, attempt))
     decisions = [spike.passes(report(loss, attempt)) for attempt, loss in enumerate(losses, start=1030)]
-    other = Spike()
+    other = SpikeGuard()
     other.load_state_dict(json.loads(json.dumps(spike.state_dict())))
     assert other.passes(report(30.0, 2000)) == spike.passes(report(30.0, 2000))
     return decisions
@@ -220,7 +220,7 @@ def test_a_level_is_accepted_after_four_and_is_the_usual_then() -> None:
 
 @pytest.mark.parametrize("losses", [[11.0] * 9, [20.0, 50.0, 30.0, 90.0] * 2, [11.0 * 3.0**n for n in range(9)]])
 def test_what_is_beyond_all_losses_of_the_run_and_stays_is_ruin(losses: list[float]) -> None:
-    spike = Spike()
+    spike = SpikeGuard()
     for loss in [1.0] * 30 + [0.001] * 1000:
         spike.passes(report(loss))
     seen = []
@@ -232,7 +232,7 @@ def test_what_is_beyond_all_losses_of_the_run_and_stays_is_ruin(losses: list[flo
 
 @pytest.mark.parametrize("factor", [0.3, 0.7, 0.95])
 def test_losses_that_fall_are_waited_for_and_never_called_ruin(factor: float) -> None:
-    spike = Spike(refuses=False)
+    spike = SpikeGuard(refuses=False)
     for _ in range(100):
         spike.passes(report(1.0))
     for n in range(40):
@@ -242,7 +242,7 @@ def test_losses_that_fall_are_waited_for_and_never_called_ruin(factor: float) ->
 
 def kinds(losses: list[float], **more: Any) -> list[str]:
     """What a guard that refuses nothing says about these."""
-    spike, said = Spike(refuses=False), list[str]()
+    spike, said = SpikeGuard(refuses=False), list[str]()
     for attempt, loss in enumerate(losses):
         assert spike.passes(report(loss, attempt, **more))
         said += [notice.kind for notice in spike.notices]
@@ -288,7 +288,7 @@ def test_losses_about_and_below_zero_have_a_scale_of_their_own(middle: float, wi
     scale = max(abs(middle), wide)
     assert kinds([*usual, 1e4 * scale, *usual]) == ["spike"]
     assert kinds([*usual, *(loss + 200.0 * scale for loss in usual)]) == ["new level"]
-    spike = Spike()
+    spike = SpikeGuard()
     assert all(spike.passes(report(loss)) for loss in usual)
     assert not spike.passes(report(100.0 * scale))
     assert spike.passes(report(middle - 1000.0 * scale))  # far below is good news
@@ -305,7 +305,7 @@ def test_losses_over_decades_are_noise_and_are_learnt() -> None:
 
 
 def test_a_spike_that_is_not_much_above_the_noise_is_for_information() -> None:
-    spike = Spike(refuses=False)
+    spike = SpikeGuard(refuses=False)
     for loss in [*quiet(), 40.0, 1.0, *quiet(), 1e5, 1.0]:
         spike.passes(report(loss))
         for notice in spike.notices:
@@ -314,7 +314,7 @@ def test_a_spike_that_is_not_much_above_the_noise_is_for_information() -> None:
 
 @pytest.mark.wording
 def test_an_old_state_is_refused_by_name_and_nothing_is_loaded() -> None:
-    spike = Spike()
+    spike = SpikeGuard()
     spike.passes(report(1.0))
     before = spike.state_dict()
     for old in ({"losses": [1.0], "tallest": 1.0, "first": 1.0, "beginning": [], "refused": []}, {}):
@@ -328,13 +328,13 @@ def test_an_old_state_is_refused_by_name_and_nothing_is_loaded() -> None:
 
 
 def test_losses_of_nothing_are_no_measure_for_what_comes_after() -> None:
-    spike, usual = Spike(), noise(5)
+    spike, usual = SpikeGuard(), noise(5)
     for _ in range(60):
         assert spike.passes(report(0.0))
     assert all(spike.passes(report(next(usual))) for _ in range(100))
     assert not spike.passes(report(1000.0))
     # Zero most of the time, and something once in a while, as a hinge loss.
-    rare, draw = Spike(), noise(6)
+    rare, draw = SpikeGuard(), noise(6)
     assert all(rare.passes(report(next(draw) if step % 97 == 0 else 0.0)) for step in range(5000))
 
 
@@ -342,23 +342,23 @@ def test_losses_of_nothing_are_no_measure_for_what_comes_after() -> None:
 
 
 def test_nothing_is_refused_before_there_is_a_usual() -> None:
-    spike = Spike()
+    spike = SpikeGuard()
     assert all(spike.passes(report(10.0**step)) for step in range(BEGIN))
 
 
 def test_a_slow_rise_is_followed() -> None:
-    spike, usual = Spike(), noise(4)
+    spike, usual = SpikeGuard(), noise(4)
     assert all(spike.passes(report(next(usual) * 1.01**step)) for step in range(1000))
 
 
 def test_losses_of_nothing_and_constants_are_fine() -> None:
     for constant in (0.0, -5.0, 3.0):
-        spike = Spike()
+        spike = SpikeGuard()
         assert all(spike.passes(report(constant)) for _ in range(200))
 
 
 def test_two_optimizers_are_judged_apart() -> None:
-    spike = Spike()
+    spike = SpikeGuard()
     for _ in range(40):
         assert spike.passes(report(1.0, critic=1000.0))
     assert spike.passes(report(2.0, critic=2000.0))

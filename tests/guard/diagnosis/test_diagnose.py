@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper, Window, island
-from halfstep.guard.diagnosis.diagnose import agreed, diagnose
-from halfstep.guard.verdict import Culprit, History, ProposedRemedy, Verdict
-from halfstep.precision.island import islands
-from halfstep.precision.precision import precision_named
+from halfstep.guard.diagnosis.diagnose import agree_on_verdict, diagnose_attempt
+from halfstep.guard.verdict import Culprit, ProposedRemedy, StepHistory, Verdict
+from halfstep.precision.island import find_islands
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.loss import DynamicScale
 from tests.support.digest import digest_of
 from tests.support.models import buffered_model, plain_model
@@ -64,7 +64,7 @@ def verdict_on(
     stepper = Stepper(
         model,
         optimizer,
-        precision=precision_named(precision),
+        precision=resolve_precision_name(precision),
         loss_scale=(scale or DynamicScale(init_scale=16.0)) if precision == "fp16" else None,
         observe=False,
     )
@@ -72,7 +72,7 @@ def verdict_on(
     assert not report.applied
     assert report.reason is not None
     assert stepper.attempt is not None
-    return diagnose(model, stepper.attempt, precision=stepper.precision, reason=report.reason, **known)
+    return diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=report.reason, **known)
 
 
 def large(h: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ def test_a_number_that_does_not_fit_is_told_with_what_helps() -> None:
         ProposedRemedy("island", "middle.inner", False),
     )
     assert found.evidence == ("an island round middle.inner is not finite either",)
-    assert islands(model) == {}
+    assert find_islands(model) == {}
 
 
 def test_the_cure_that_was_told_does_cure() -> None:
     model = Net(large)
     path = verdict_on(model, precision="fp16").remedies[0].target
     island(model, path)
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1e-3), precision=precision_named("fp16"))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1e-3), precision=resolve_precision_name("fp16"))
     assert stepper.step(mse, (torch.randn(6, 8),)).reason in (None, "gradient_overflow")
 
 
@@ -202,7 +202,7 @@ def test_an_empty_batch_and_one_without_numbers() -> None:
 
 
 def test_fp32_fails_too() -> None:
-    found = verdict_on(Net(lambda h: h / (h.detach() * 0)), precision="bf16", history=History(rates=(0.25,)))
+    found = verdict_on(Net(lambda h: h / (h.detach() * 0)), precision="bf16", history=StepHistory(rates=(0.25,)))
     assert found.cause == "code"
     assert found.sentence.endswith("divides by zero; the step also fails in fp32")
     assert any(text.startswith("the largest weight is 0.3") for text in found.evidence)
@@ -218,7 +218,7 @@ def test_what_fails_in_fp32_is_named_where_16_bits_fail_earlier() -> None:
 
 
 def test_a_loss_far_from_those_before_is_not_blamed_on_the_format() -> None:
-    near, far = (History(losses=(loss, loss, loss), rates=(1.0,)) for loss in (1e3, 1e-9))
+    near, far = (StepHistory(losses=(loss, loss, loss), rates=(1.0,)) for loss in (1e3, 1e-9))
     assert verdict_on(Net(large), precision="fp16", history=near).cause == "precision"
     found = verdict_on(Net(large), precision="fp16", history=far)
     assert found.cause == "divergence"
@@ -284,10 +284,10 @@ def test_what_only_compiled_code_does(compiled: bool) -> None:
 
 def test_a_step_that_a_guard_refused() -> None:
     model = plain_model()
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1e-3), precision=precision_named("fp32"))
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1e-3), precision=resolve_precision_name("fp32"))
     stepper.step(mse, (torch.randn(6, 8),))
     assert stepper.attempt is not None
-    found = diagnose(model, stepper.attempt, precision=stepper.precision, reason="guard:spike")
+    found = diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason="guard:spike")
     assert (found.cause, found.culprit) == ("divergence", None)
     assert "spike refused" in found.sentence
 
@@ -299,7 +299,7 @@ def test_a_step_that_a_guard_refused() -> None:
 def test_a_diagnosis_leaves_everything_as_it_was(precision: str) -> None:
     model = buffered_model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    stepper = Stepper(model, optimizer, precision=precision_named(precision), observe=False)
+    stepper = Stepper(model, optimizer, precision=resolve_precision_name(precision), observe=False)
     x = torch.randn(6, 8)
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def test_a_diagnosis_leaves_everything_as_it_was(precision: str) -> None:
     report = stepper.step(loss_fn, x)
     assert stepper.attempt is not None
     before, state = digest_of(model.state_dict(), stepper.state_dict(), x), torch.get_rng_state()
-    diagnose(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason))
+    diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason))
     assert digest_of(model.state_dict(), stepper.state_dict(), x) == before
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -318,4 +318,4 @@ def test_a_diagnosis_leaves_everything_as_it_was(precision: str) -> None:
 def test_one_process_agrees_with_itself() -> None:
     culprit = Culprit("aten.mul", "up", True, None, "fp16", ("inf", "nan"), 3.0, None, 65504.0)
     verdict = Verdict("precision", "precision: up", culprit, ("a",), (ProposedRemedy("island", "up", None),))
-    assert agreed(verdict) == verdict
+    assert agree_on_verdict(verdict) == verdict

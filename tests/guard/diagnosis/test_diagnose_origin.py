@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Guardian, Stepper, diagnose
-from halfstep.guard.diagnosis.diagnose import diagnose as diagnose_inputs
+from halfstep.guard.diagnosis.diagnose import diagnose_attempt as diagnose_inputs
 from halfstep.guard.verdict import GuardEvent, Verdict
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.loss import DynamicScale
 from tests.support.digest import digest_of
 from tests.support.models import plain_model
@@ -36,7 +36,7 @@ def last_verdict(
     """Return the verdict on the step with the batch `bad`, after applied steps with those of `good`."""
     model, told = plain_model(), list[GuardEvent]()
     scale = DynamicScale(init_scale=16.0) if precision == "fp16" else None
-    named = precision_named(precision)
+    named = resolve_precision_name(precision)
     stepper = Stepper(model, build(model.parameters()), precision=named, loss_scale=scale, observe=False, **options)
     guardian = Guardian(stepper, tell=told.append)
     for batch in good:

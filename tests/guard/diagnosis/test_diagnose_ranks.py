@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Counted, Stepper, Window
-from halfstep.guard.diagnosis.diagnose import agreed, diagnose
+from halfstep.guard.diagnosis.diagnose import agree_on_verdict, diagnose_attempt
 from halfstep.guard.verdict import Culprit, Verdict
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.models import plain_model
 from tests.support.ranks import Ranks
 
@@ -26,14 +26,14 @@ def verdict_where(rank: int, bad: int, value: float, precision: str) -> dict[str
     torch.manual_seed(0)
     model = plain_model()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    stepper = Stepper(model, optimizer, precision=precision_named(precision), observe=False)
+    stepper = Stepper(model, optimizer, precision=resolve_precision_name(precision), observe=False)
     torch.manual_seed(10 + rank)
     x = torch.randn(6, 8)
     if rank == bad:
         x[4, 1] = value
     report = stepper.step(mse, x)
     assert stepper.attempt is not None
-    return diagnose(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason)).as_dict()
+    return diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason)).as_dict()
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -53,14 +53,14 @@ def sharded(rank: int, value: float, precision: str) -> dict[str, Any]:
     fully_shard(model[0])  # type: ignore[index]
     fully_shard(model)
     stepper = Stepper(
-        model, torch.optim.SGD(model.parameters(), 1e-3), precision=precision_named(precision), observe=False
+        model, torch.optim.SGD(model.parameters(), 1e-3), precision=resolve_precision_name(precision), observe=False
     )
     x = torch.randn(6, 8)
     if rank == 1:
         x[2, 1] = value
     report = stepper.step(mse, x)
     assert stepper.attempt is not None
-    return diagnose(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason)).as_dict()
+    return diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason)).as_dict()
 
 
 def test_a_model_in_shards(on_ranks: Ranks) -> None:
@@ -82,7 +82,7 @@ def overflow_where(rank: int, bad: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = plain_model()
     stepper = Stepper(
-        model, torch.optim.SGD(model.parameters(), 1e-3), precision=precision_named("fp16"), observe=False
+        model, torch.optim.SGD(model.parameters(), 1e-3), precision=resolve_precision_name("fp16"), observe=False
     )
 
     def loss_fn(model: Any, batch: dict[str, Any]) -> Tensor:
@@ -91,7 +91,7 @@ def overflow_where(rank: int, bad: int) -> dict[str, Any]:
 
     report = stepper.step(loss_fn, {"x": torch.randn(6, 8), "gain": 1000 if rank == bad else 1})
     assert stepper.attempt is not None
-    return diagnose(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason)).as_dict()
+    return diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason)).as_dict()
 
 
 def test_an_overflow_on_one_rank(on_ranks: Ranks) -> None:
@@ -106,11 +106,11 @@ def verdict_of(loss_fn: Any, batch: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     stepper = Stepper(
-        model, torch.optim.SGD(model.parameters(), 1e-3), precision=precision_named("fp32"), observe=False
+        model, torch.optim.SGD(model.parameters(), 1e-3), precision=resolve_precision_name("fp32"), observe=False
     )
     report = stepper.step(loss_fn, batch)
     assert stepper.attempt is not None
-    return diagnose(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason)).as_dict()
+    return diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason)).as_dict()
 
 
 def written_on_one(rank: int) -> dict[str, Any]:
@@ -169,12 +169,14 @@ def test_a_rank_may_count_nothing_where_another_one_does(on_ranks: Ranks) -> Non
 
 def each_its_own(rank: int) -> str:
     culprit = Culprit("aten.mul", f"of rank {rank}", rank == 0, None, "fp16", ("inf",), 1.0, None, 65504.0)
-    return agreed(Verdict("precision", f"rank {rank}", culprit, (), ())).sentence
+    return agree_on_verdict(Verdict("precision", f"rank {rank}", culprit, (), ())).sentence
 
 
 def none_on_rank_zero(rank: int) -> str:
     culprit = Culprit("aten.mul", "up", True, None, "fp16", ("inf",), 1.0, None, 65504.0) if rank else None
-    return agreed(Verdict("precision" if rank else "not_reproducible", f"rank {rank}", culprit, (), ())).sentence
+    return agree_on_verdict(
+        Verdict("precision" if rank else "not_reproducible", f"rank {rank}", culprit, (), ())
+    ).sentence
 
 
 def test_forward_speaks_before_backward_and_a_culprit_before_none(on_ranks: Ranks) -> None:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper
-from halfstep.guard.diagnosis.diagnose import diagnose
-from halfstep.guard.verdict import History, Verdict
-from halfstep.precision.precision import precision_named
+from halfstep.guard.diagnosis.diagnose import diagnose_attempt
+from halfstep.guard.verdict import StepHistory, Verdict
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.loss import DynamicScale
-from halfstep.step.rerun import ReplayConfig, rerun
+from halfstep.step.rerun import ReplayConfig, rerun_step
 from tests.support.models import plain_model
 
-FP32 = precision_named("fp32")
+FP32 = resolve_precision_name("fp32")
 
 
 def mse(model: nn.Module, x: Tensor) -> Tensor:
@@ -28,15 +28,19 @@ def mse(model: nn.Module, x: Tensor) -> Tensor:
 
 def stepper_of(model: nn.Module, precision: str = "fp32", scale: DynamicScale | None = None) -> Stepper:
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    return Stepper(model, optimizer, precision=precision_named(precision), loss_scale=scale, observe=False)
+    return Stepper(model, optimizer, precision=resolve_precision_name(precision), loss_scale=scale, observe=False)
 
 
-def verdict_on(stepper: Stepper, loss_fn: Callable[..., Any], batch: Any, history: History | None = None) -> Verdict:
+def verdict_on(
+    stepper: Stepper, loss_fn: Callable[..., Any], batch: Any, history: StepHistory | None = None
+) -> Verdict:
     report = stepper.step(loss_fn, batch)
     assert report.reason is not None
     assert stepper.attempt is not None
-    known = history or History()
-    return diagnose(stepper.model, stepper.attempt, precision=stepper.precision, reason=report.reason, history=known)
+    known = history or StepHistory()
+    return diagnose_attempt(
+        stepper.model, stepper.attempt, precision=stepper.precision, reason=report.reason, history=known
+    )
 
 
 # -- random numbers and modules of the loss function ---------------------------------------------------------------
@@ -52,7 +56,7 @@ def test_random_numbers_of_the_loss_functions_own_are_drawn_again() -> None:
     report = stepper.step(loss_fn, torch.randn(6, 8))
     assert stepper.attempt is not None
     state = own.get_state()
-    assert rerun(stepper.model, stepper.attempt, ReplayConfig(FP32)).loss == pytest.approx(report.loss, rel=1e-6)
+    assert rerun_step(stepper.model, stepper.attempt, ReplayConfig(FP32)).loss == pytest.approx(report.loss, rel=1e-6)
     assert torch.equal(own.get_state(), state)
 
 
@@ -80,7 +84,7 @@ def test_modules_that_the_loss_function_holds_stay_as_they_are(how: str) -> None
     gradients = [p.grad for p in teacher.parameters()]
     counted, mean = int(teacher[1].num_batches_tracked), teacher[1].running_mean.clone()  # type: ignore[union-attr, operator, arg-type]
     assert stepper.attempt is not None
-    diagnose(stepper.model, stepper.attempt, precision=FP32, reason=str(report.reason))
+    diagnose_attempt(stepper.model, stepper.attempt, precision=FP32, reason=str(report.reason))
     assert int(teacher[1].num_batches_tracked) == counted  # type: ignore[arg-type]
     assert torch.equal(teacher[1].running_mean, mean)  # type: ignore[arg-type]
     assert all(p.grad is g for p, g in zip(teacher.parameters(), gradients, strict=True))
@@ -160,7 +164,7 @@ def test_a_task_that_is_nearly_learnt_may_jump(target: float, before: float, cau
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         return (model(x).float() / 1e6 - target).square().mean()
 
-    history = History((before,) * 6, (before**0.5,) * 6)
+    history = StepHistory((before,) * 6, (before**0.5,) * 6)
     assert verdict_on(stepper_of(Large(), "fp16"), loss_fn, torch.randn(4, 4), history=history).cause == cause
 
 

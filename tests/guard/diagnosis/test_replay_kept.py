@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import halfstep
 from halfstep import Guardian, Stepper
 from halfstep.guard.diagnosis import diagnose as diagnosis
-from halfstep.guard.diagnosis.diagnose import cost_of, diagnose
+from halfstep.guard.diagnosis.diagnose import diagnose_attempt, estimate_diagnosis_cost
 from halfstep.guard.diagnosis.diagnoser import diagnose as by_hand
 from halfstep.guard.diagnosis.trials import Trials
 from halfstep.guard.verdict import GuardEvent
-from halfstep.observe.reachable import generators_in, reachable
-from halfstep.precision.precision import precision_named
+from halfstep.observe.reachable import find_generators, iterate_reachable
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step import rerun
 from tests.support.digest import digest_of
 from tests.support.models import plain_model
@@ -41,7 +41,7 @@ class Byol(nn.Module):
 
 def stepper_of(model: nn.Module) -> Stepper:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Stepper(model, torch.optim.SGD(trained, 0.5), precision=precision_named("fp32"))
+    return Stepper(model, torch.optim.SGD(trained, 0.5), precision=resolve_precision_name("fp32"))
 
 
 def call(model: nn.Module, x: Any) -> Tensor:
@@ -220,17 +220,17 @@ def test_what_a_function_leads_to_has_the_names_that_people_gave_it() -> None:
     def outer() -> Tensor:
         return inner()
 
-    names = {name: thing for name, thing in reachable(outer)}
+    names = {name: thing for name, thing in iterate_reachable(outer)}
     assert names["inner.table"] is table
     assert names["inner.source.generator"] is source.generator
-    assert generators_in(outer) == [source.generator]
+    assert find_generators(outer) == [source.generator]
 
 
 def test_things_that_hold_each_other_and_very_many_of_them_come_to_an_end() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    assert len(list(reachable(loop))) == 1
-    assert len(list(reachable([[random.random() for _ in range(10**4)] for _ in range(300)]))) <= 4096
+    assert len(list(iterate_reachable(loop))) == 1
+    assert len(list(iterate_reachable([[random.random() for _ in range(10**4)] for _ in range(300)]))) <= 4096
 
 
 # -- large models ----------------------------------------------------------------------------------------------------
@@ -260,10 +260,12 @@ def test_what_is_not_tried_any_more_is_neither_a_cure_nor_a_failure(monkeypatch:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         return (model(x) * 0 + 300).square().mean().float()
 
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision_named("fp16"), observe=False)
+    stepper = Stepper(
+        model, torch.optim.SGD(model.parameters(), 0.1), precision=resolve_precision_name("fp16"), observe=False
+    )
     report = stepper.step(loss_fn, torch.randn(4, 8))
     assert stepper.attempt is not None
-    found = diagnose(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason))
+    found = diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason))
     assert found.cause == "precision"
     assert {remedy.works for remedy in found.remedies} <= {True, None}
 
@@ -271,14 +273,14 @@ def test_what_is_not_tried_any_more_is_neither_a_cure_nor_a_failure(monkeypatch:
 def test_the_cost_of_a_billion_parameters_is_told_from_shapes_alone() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(40_000, 40_000, bias=False), nn.BatchNorm1d(2**20))
-    found = cost_of(model, seconds=2.0)
+    found = estimate_diagnosis_cost(model, seconds=2.0)
     assert found.is_large
     assert found.parameters == 40_000**2 + 2 * 2**20
     assert found.gradient_bytes == 4 * found.parameters
     assert found.buffer_bytes == 8 * 2**20 + 8
     assert "at least 8 s" in str(found)
     assert "8.00 MiB for copies of buffers" in str(found)
-    assert not cost_of(plain_model()).is_large
+    assert not estimate_diagnosis_cost(plain_model()).is_large
 
 
 def test_a_healthy_small_model_costs_no_word() -> None:

@@ -12,17 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import Stepper, Window
-from halfstep.observe.recorder import OUTSIDE, uses_compiled
-from halfstep.precision.island import islands
-from halfstep.precision.precision import precision_named
+from halfstep.observe.recorder import OUTSIDE, has_compiled_code
+from halfstep.precision.island import find_islands
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.loss import DynamicScale
 from halfstep.step.report import StepReport
-from halfstep.step.rerun import ReplayConfig, RerunResult, rerun
+from halfstep.step.rerun import ReplayConfig, RerunResult, rerun_step
 from halfstep.step.step_inputs import StepInputs
 from tests.support.digest import digest_of
 from tests.support.models import Coder, buffered_model, plain_model
 
-FP32, FP16, BF16 = (precision_named(name) for name in ("fp32", "fp16", "bf16"))
+FP32, FP16, BF16 = (resolve_precision_name(name) for name in ("fp32", "fp16", "bf16"))
 
 
 def mse(model: nn.Module, x: Tensor) -> Tensor:
@@ -35,7 +35,9 @@ def stepped(
     """One step, with a learning rate of 0: the weights stay what they were even where it is applied."""
     loss_scale = DynamicScale(init_scale=scale) if precision == "fp16" else None
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.0)
-    stepper = Stepper(model, optimizer, precision=precision_named(precision), loss_scale=loss_scale, observe=False)
+    stepper = Stepper(
+        model, optimizer, precision=resolve_precision_name(precision), loss_scale=loss_scale, observe=False
+    )
     report = stepper.step(loss_fn, batch)
     assert stepper.attempt is not None
     return report, stepper.attempt
@@ -45,7 +47,7 @@ def again(
     model: nn.Module, loss_fn: Callable[..., Any], batch: Any, precision: str = "fp32", **way: Any
 ) -> RerunResult:
     _, attempt = stepped(model, loss_fn, batch, precision)
-    return rerun(model, attempt, ReplayConfig(precision_named(precision), **way))
+    return rerun_step(model, attempt, ReplayConfig(resolve_precision_name(precision), **way))
 
 
 # -- the same step -------------------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ def test_loss_and_norm_are_those_of_the_step(precision: str) -> None:
     model = nn.Sequential(plain_model(), nn.Dropout(0.5))
     report, attempt = stepped(model, mse, torch.randn(6, 8), precision, scale=8.0)
     torch.randn(100)  # other random numbers were drawn since
-    found = rerun(model, attempt, ReplayConfig(precision_named(precision)))
+    found = rerun_step(model, attempt, ReplayConfig(resolve_precision_name(precision)))
     assert found.finite
     assert (found.origin, found.bad_parameters) == (None, ())
     assert found.loss == pytest.approx(report.loss, rel=1e-6)
@@ -66,7 +68,7 @@ def test_loss_and_norm_are_those_of_the_step(precision: str) -> None:
 def test_micro_batches_are_averaged_as_in_the_step() -> None:
     model = plain_model()
     report, attempt = stepped(model, mse, Window([torch.randn(4, 8) for _ in range(3)]))
-    found = rerun(model, attempt, ReplayConfig(FP32))
+    found = rerun_step(model, attempt, ReplayConfig(FP32))
     assert found.loss == pytest.approx(report.loss, rel=1e-6)
     assert found.grad_norm == pytest.approx(report.grad_norm, rel=1e-5)
 
@@ -78,7 +80,7 @@ def test_sums_with_their_counts(microbatches: int) -> None:
 
     model = plain_model()
     report, attempt = stepped(model, summed, Window([torch.randn(4, 8) for _ in range(microbatches)]))
-    found = rerun(model, attempt, ReplayConfig(FP32))
+    found = rerun_step(model, attempt, ReplayConfig(FP32))
     assert found.loss == pytest.approx(report.loss, rel=1e-5)
     assert found.grad_norm == pytest.approx(report.grad_norm, rel=1e-5)
 
@@ -98,12 +100,12 @@ def test_losses_of_two_optimizers() -> None:
     x = torch.randn(5, 4)
     assert stepper.step(losses, x).reason == "loss_not_finite"
     assert stepper.attempt is not None
-    found = rerun(model, stepper.attempt, ReplayConfig(FP32))
+    found = rerun_step(model, stepper.attempt, ReplayConfig(FP32))
     assert found.origin is not None
     assert (found.origin.name, found.origin.module) == ("aten.div", OUTSIDE)
     assert set(found.bad_parameters) == {"decoder.weight", "decoder.bias"}
     assert stepper.step(losses, x, only="encoder").applied
-    assert rerun(model, stepper.attempt, ReplayConfig(FP32)).finite
+    assert rerun_step(model, stepper.attempt, ReplayConfig(FP32)).finite
 
 
 # -- nothing changed -----------------------------------------------------------------------------------------------
@@ -119,12 +121,12 @@ def test_weights_buffers_gradients_and_random_numbers_stay(precision: Any, islan
     gradients = [parameter.grad for parameter in model.parameters()]
     classes = [type(module) for module in model.modules()]
     before, state = digest_of((model.state_dict(), gradients)), torch.get_rng_state()
-    rerun(model, attempt, ReplayConfig(precision, islands=islands_tried))
+    rerun_step(model, attempt, ReplayConfig(precision, islands=islands_tried))
     assert digest_of((model.state_dict(), gradients)) == before
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
     assert [type(module) for module in model.modules()] == classes
-    assert islands(model) == {}
+    assert find_islands(model) == {}
 
 
 def test_nothing_stays_of_a_rerun_that_raises() -> None:
@@ -140,10 +142,10 @@ def test_nothing_stays_of_a_rerun_that_raises() -> None:
     _, attempt = stepped(model, twice_is_too_often, torch.randn(6, 8))
     before, state = digest_of(model.state_dict()), torch.get_rng_state()
     with pytest.raises(ValueError, match="once only"):
-        rerun(model, attempt, ReplayConfig(BF16, islands=("4",)))
+        rerun_step(model, attempt, ReplayConfig(BF16, islands=("4",)))
     assert digest_of(model.state_dict()) == before
     assert torch.equal(torch.get_rng_state(), state)
-    assert islands(model) == {}
+    assert find_islands(model) == {}
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -151,7 +153,7 @@ def test_frozen_weights_are_stored_as_before() -> None:
     model = nn.Sequential(nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False), nn.Linear(8, 4))
     _, attempt = stepped(model, mse, torch.randn(6, 8), "bf16")
     stored = model[0].weight.data_ptr()
-    assert rerun(model, attempt, ReplayConfig(BF16, islands=("0",))).finite
+    assert rerun_step(model, attempt, ReplayConfig(BF16, islands=("0",))).finite
     assert model[0].weight.dtype is torch.bfloat16
     assert model[0].weight.data_ptr() == stored
 
@@ -228,13 +230,13 @@ def test_a_function_with_a_backward_of_its_own(spoil: bool, written: Callable[..
 def test_compiled_models_are_run_as_they_are_written(whole: bool) -> None:
     torch._dynamo.reset()
     plain = failing(Bad("forward"))
-    assert not uses_compiled(plain)
+    assert not has_compiled_code(plain)
     if whole:
         model: Any = torch.compile(plain, backend="eager")
     else:
         model = plain
         model[1].compile(backend="eager")
-    assert uses_compiled(model)
+    assert has_compiled_code(model)
     found = again(model, mse, torch.randn(3, 8))
     assert found.origin is not None
     assert (found.origin.name, found.origin.module) == ("aten.div", "1")
@@ -258,7 +260,10 @@ def test_the_scale_may_be_another() -> None:
     model = plain_model()
     report, attempt = stepped(model, mse, torch.randn(6, 8) * 10, "fp16", scale=2.0**24)
     assert report.reason == "gradient_overflow"
-    at_scale, without = rerun(model, attempt, ReplayConfig(FP16)), rerun(model, attempt, ReplayConfig(FP16, scale=1.0))
+    at_scale, without = (
+        rerun_step(model, attempt, ReplayConfig(FP16)),
+        rerun_step(model, attempt, ReplayConfig(FP16, scale=1.0)),
+    )
     assert not at_scale.finite
     assert at_scale.origin is not None
     assert at_scale.origin.backward

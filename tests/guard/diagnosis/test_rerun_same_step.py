@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import Stepper, Window
-from halfstep.guard.diagnosis.diagnose import diagnose
+from halfstep.guard.diagnosis.diagnose import diagnose_attempt
 from halfstep.guard.verdict import Verdict
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.loss import DynamicScale
 from halfstep.step.report import StepReport
-from halfstep.step.rerun import ReplayConfig, RerunResult, rerun
+from halfstep.step.rerun import ReplayConfig, RerunResult, rerun_step
 from tests.support.models import plain_model
 
-FP32 = precision_named("fp32")
+FP32 = resolve_precision_name("fp32")
 
 
 def mse(model: nn.Module, x: Tensor) -> Tensor:
@@ -32,20 +32,20 @@ def stepper_of(model: nn.Module, precision: str = "fp32", optimizers: Any = None
     if precision == "fp16":
         names = chosen if isinstance(chosen, dict) else ()
         loss_scale = {name: DynamicScale(init_scale=scale) for name in names} or DynamicScale(init_scale=scale)
-    return Stepper(model, chosen, precision=precision_named(precision), loss_scale=loss_scale, observe=False)
+    return Stepper(model, chosen, precision=resolve_precision_name(precision), loss_scale=loss_scale, observe=False)
 
 
 def verdict_on(stepper: Stepper, loss_fn: Callable[..., Any], batch: Any, only: str | None = None) -> Verdict:
     report = stepper.step(loss_fn, batch, only=only)
     assert report.reason is not None
     assert stepper.attempt is not None
-    return diagnose(stepper.model, stepper.attempt, precision=stepper.precision, reason=report.reason)
+    return diagnose_attempt(stepper.model, stepper.attempt, precision=stepper.precision, reason=report.reason)
 
 
 def both(stepper: Stepper, loss_fn: Callable[..., Any], batch: Any) -> tuple[StepReport, RerunResult]:
     report = stepper.step(loss_fn, batch)
     assert stepper.attempt is not None
-    return report, rerun(stepper.model, stepper.attempt, ReplayConfig(stepper.precision))
+    return report, rerun_step(stepper.model, stepper.attempt, ReplayConfig(stepper.precision))
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_a_step_that_knows_nothing_of_optimizers_is_judged_by_all_that_the_model
     stepper = stepper_of(model)
     report = stepper.step(mse, torch.randn(6, 8))
     assert stepper.attempt is not None
-    again = rerun(model, stepper.attempt._replace(reaches=None), ReplayConfig(FP32))
+    again = rerun_step(model, stepper.attempt._replace(reaches=None), ReplayConfig(FP32))
     assert again.grad_norm == pytest.approx(report.grad_norm, rel=1e-5)
 
 

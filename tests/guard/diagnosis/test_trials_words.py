@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.guard.diagnosis.trials import effect_of, is_undefined
-from halfstep.observe.nonfinite_origin import Made, NonfiniteOrigins
+from halfstep.guard.diagnosis.trials import describe_effect, has_undefined_result
+from halfstep.observe.nonfinite_origin import NonfiniteOrigins, NonfiniteSource
 from halfstep.observe.recorder import Recorder
 
 X = torch.tensor([[0.0, 1.0, -2.0], [4.0, 2.0, 1.0]])
@@ -17,7 +17,7 @@ TOO_LARGE = "overflows fp32 (largest number 3.4e+38)"
 ALL_HIDDEN = "is over a row that is all -inf"
 
 
-def made_by(compute: Callable[[Tensor], Tensor]) -> Made:
+def made_by(compute: Callable[[Tensor], Tensor]) -> NonfiniteSource:
     x = X.clone()
     origins = NonfiniteOrigins(nn.Identity(), x)
     with Recorder(nn.Identity(), origins):
@@ -53,5 +53,5 @@ def hidden(x: Tensor) -> Tensor:
 def test_effects(compute: Callable[[Tensor], Tensor], operation: str, effect: str) -> None:
     found = made_by(compute)
     assert found.name == operation
-    assert effect_of(found) == effect
-    assert is_undefined(found) is (effect != TOO_LARGE)
+    assert describe_effect(found) == effect
+    assert has_undefined_result(found) is (effect != TOO_LARGE)

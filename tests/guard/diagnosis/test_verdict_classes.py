@@ -11,23 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import Stepper, Window
-from halfstep.guard.diagnosis.bad_inputs import Past
-from halfstep.guard.diagnosis.diagnose import diagnose
+from halfstep.guard.diagnosis.bad_inputs import PriorSteps
+from halfstep.guard.diagnosis.diagnose import diagnose_attempt
 from halfstep.guard.diagnosis.diagnoser import diagnose as by_hand
-from halfstep.guard.verdict import History, Verdict
-from halfstep.precision.precision import precision_named
+from halfstep.guard.verdict import StepHistory, Verdict
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.loss import DynamicScale
 from halfstep.step.report import BUFFER_NOT_FINITE
 from tests.support.models import plain_model
 
 LOWER = "lower_rate"
-HEALTHY = History(losses=(1.0, 0.9, 0.8, 0.9, 0.7), grad_norms=(1.0, 1.0, 1.0, 1.0, 1.0), rates=(0.1,))
+HEALTHY = StepHistory(losses=(1.0, 0.9, 0.8, 0.9, 0.7), grad_norms=(1.0, 1.0, 1.0, 1.0, 1.0), rates=(0.1,))
 
 
 def stepper_of(model: nn.Module, precision: str = "fp32") -> Stepper:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scale = DynamicScale(init_scale=16.0) if precision == "fp16" else None
-    named = precision_named(precision)
+    named = resolve_precision_name(precision)
     return Stepper(model, torch.optim.SGD(trained, 1e-3), precision=named, loss_scale=scale, observe=False)
 
 
@@ -38,7 +38,7 @@ def verdict_on(
     report = stepper.step(loss_fn, batch)
     assert not report.applied
     assert stepper.attempt is not None
-    return diagnose(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason), **known)
+    return diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=str(report.reason), **known)
 
 
 def mse(model: nn.Module, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def test_a_range_that_fp32_lacks_in_a_first_step_is_no_divergence() -> None:
 
 
 def test_losses_that_have_grown_are_evidence() -> None:
-    grown = History(losses=(1.0, 50.0, 1e5), rates=(0.1, 0.1, 0.1))
+    grown = StepHistory(losses=(1.0, 50.0, 1e5), rates=(0.1, 0.1, 0.1))
     found = verdict_on(plain_model(), after(lambda h: (h * 0).log()), torch.randn(4, 8), history=grown)
     assert found.cause == "divergence"
     assert "the loss went from 1 to 100,000 in 3 steps" in found.sentence
@@ -123,7 +123,7 @@ def test_losses_that_have_grown_are_evidence() -> None:
 
 
 def test_a_loss_that_was_as_good_as_zero_may_grow() -> None:
-    learnt = History(losses=(1e-9, 1e-6, 1e-5))
+    learnt = StepHistory(losses=(1e-9, 1e-6, 1e-5))
     found = verdict_on(plain_model(), after(lambda h: (h * 0).log()), torch.randn(4, 8), history=learnt)
     assert found.cause == "code"
 
@@ -154,7 +154,7 @@ def test_losses_of_micro_batches_whose_sum_does_not_fit() -> None:
 def test_a_weight_that_was_bad_before_the_step() -> None:
     model = plain_model()
     model[2].weight.data.fill_(torch.nan)  # type: ignore[union-attr, operator]
-    found = verdict_on(model, mse, torch.randn(4, 8), "bf16", history=HEALTHY, past=Past(applied=5))
+    found = verdict_on(model, mse, torch.randn(4, 8), "bf16", history=HEALTHY, past=PriorSteps(applied=5))
     assert found.sentence == (
         "state: weight 2.weight contains nan before the first operation; "
         "step 5, the last that was applied, was finite, so it turned bad later"
@@ -165,12 +165,12 @@ def test_a_weight_that_was_bad_before_the_step() -> None:
 @pytest.mark.parametrize(
     ("past", "said"),
     [
-        (Past(400, "step-00000400", 400), "it came with the checkpoint step-00000400"),
-        (Past(0), "it was already bad before the first step"),
-        (Past(450, "step-00000400", 400), "after resuming from step-00000400"),
+        (PriorSteps(400, "step-00000400", 400), "it came with the checkpoint step-00000400"),
+        (PriorSteps(0), "it was already bad before the first step"),
+        (PriorSteps(450, "step-00000400", 400), "after resuming from step-00000400"),
     ],
 )
-def test_since_when_and_from_which_checkpoint(past: Past, said: str) -> None:
+def test_since_when_and_from_which_checkpoint(past: PriorSteps, said: str) -> None:
     model = plain_model()
     model[0].bias.data.fill_(torch.nan)  # type: ignore[union-attr, operator]
     found = verdict_on(model, mse, torch.randn(4, 8), past=past)
@@ -182,7 +182,7 @@ def test_a_bad_row_of_a_table_is_named_and_may_not_have_been_used() -> None:
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 2))
     model[0].weight.data[7] = torch.nan
     assert stepper_of(model).step(mse, torch.tensor([1, 2])).applied
-    found = verdict_on(model, mse, torch.tensor([1, 7]), past=Past(3))
+    found = verdict_on(model, mse, torch.tensor([1, 7]), past=PriorSteps(3))
     assert found.cause == "state"
     assert "weight 0.weight contains nan in row 7" in found.sentence
     assert "or did not use it" in found.sentence
@@ -213,14 +213,14 @@ def test_weights_of_a_second_network_that_the_loss_function_holds() -> None:
 def test_weights_that_a_diverging_run_has_spoilt_are_its_own_fault() -> None:
     model = plain_model()
     model[0].weight.data.fill_(torch.inf)  # type: ignore[union-attr, operator]
-    found = verdict_on(model, mse, torch.randn(4, 8), history=History(losses=(1.0, 1e4, 1e9)))
+    found = verdict_on(model, mse, torch.randn(4, 8), history=StepHistory(losses=(1.0, 1e4, 1e9)))
     assert found.cause == "divergence"
 
 
 def test_a_moment_of_the_optimizer_that_is_bad_is_told_with_its_weight() -> None:
     model = plain_model()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    stepper = Stepper(model, optimizer, precision=precision_named("fp32"), observe=False)
+    stepper = Stepper(model, optimizer, precision=resolve_precision_name("fp32"), observe=False)
     stepper.step(mse, torch.randn(4, 8))
     optimizer.state[model[0].weight]["exp_avg_sq"].fill_(-1.0)  # type: ignore[index]
     assert stepper.step(mse, torch.randn(4, 8)).applied
@@ -278,7 +278,7 @@ def spoils_statistics(x: Tensor, precision: str = "fp32") -> Verdict:
     for name, buffer in model.named_buffers():
         buffer.copy_(kept[name])
     assert stepper.attempt is not None
-    found = diagnose(model, stepper.attempt, precision=stepper.precision, reason=BUFFER_NOT_FINITE)
+    found = diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=BUFFER_NOT_FINITE)
     assert all(torch.equal(kept[name], buffer) for name, buffer in model.named_buffers())
     return found
 
@@ -311,7 +311,7 @@ def test_a_buffer_that_the_code_spoils() -> None:
     stepper.step(mse, torch.randn(4, 8))
     model.rate = torch.ones(1)
     assert stepper.attempt is not None
-    found = diagnose(model, stepper.attempt, precision=stepper.precision, reason=BUFFER_NOT_FINITE)
+    found = diagnose_attempt(model, stepper.attempt, precision=stepper.precision, reason=BUFFER_NOT_FINITE)
     assert found.cause == "code"
     assert "divides by zero, so buffer rate is no longer finite" in found.sentence
     assert torch.equal(model.rate, torch.ones(1))

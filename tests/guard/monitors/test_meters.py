@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import Ema, Stepper, Window, island
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.guard.monitors.base import PLACES, AsyncScalars, metered
+from halfstep.guard.monitors.base import PLACES, AsyncScalars, list_metered_modules
 from halfstep.guard.monitors.headroom import AT_ONCE, ExtremaHook
 from halfstep.guard.monitors.monitors import FIRST, Meters
 from tests.support.digest import digest_of_run
@@ -231,10 +231,10 @@ def test_activation_checkpointing_goes_on(reentrant: bool) -> None:
 
 def test_inside_an_island_nothing_is_near_the_end_of_16_bits() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 4))
-    assert [path for path, _ in metered(model)] == ["0", "1.0", "1.1", "2"]
+    assert [path for path, _ in list_metered_modules(model)] == ["0", "1.0", "1.1", "2"]
     island(model, "1")
-    assert [path for path, _ in metered(model)] == ["0", "2"]
-    assert [path for path, _ in metered(nn.Linear(2, 2))] == [""]
+    assert [path for path, _ in list_metered_modules(model)] == ["0", "2"]
+    assert [path for path, _ in list_metered_modules(nn.Linear(2, 2))] == [""]
 
 
 def test_many_modules_take_turns() -> None:
@@ -356,8 +356,8 @@ def test_a_meter_that_fails_is_switched_off_and_the_run_goes_on(monkeypatch: pyt
         stepper = make()
         meters = Meters(stepper, every=2)
         if broken:
-            monkeypatch.setattr("halfstep.guard.monitors.headroom._floats", fails)
-            monkeypatch.setattr("halfstep.guard.monitors.gradients.part_of", fails)
+            monkeypatch.setattr("halfstep.guard.monitors.headroom._iterate_float_tensors", fails)
+            monkeypatch.setattr("halfstep.guard.monitors.gradients.view_local_part", fails)
         seen, found = [], []
         for _ in range(8):
             meters.before()
@@ -365,7 +365,7 @@ def test_a_meter_that_fails_is_switched_off_and_the_run_goes_on(monkeypatch: pyt
             seen.append(report.loss)
             found += meters.after(report)
         off = [finding.evidence.split()[0] for finding in found if finding.id == "meter-off"]
-        assert sorted(off) == (["Headroom", "Vanishing"] if broken else [])
+        assert sorted(off) == (["Headroom", "VanishingGradients"] if broken else [])
         assert "lost_update_share" in meters.readings
         assert not hooks(stepper.model)
         return seen

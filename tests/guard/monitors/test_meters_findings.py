@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from halfstep import DynamicScale, Ema, StaticScale, Stepper
 from halfstep.finding import Finding
-from halfstep.guard.monitors.base import ELEMENTS, part_of, taking_turns
+from halfstep.guard.monitors.base import ELEMENTS, select_next_turn, view_local_part
 from halfstep.guard.monitors.monitors import Meters
-from halfstep.guard.monitors.trends import steps_left
+from halfstep.guard.monitors.trends import predict_steps_left
 from tests.support.models import plain_model
 
 FP16_ENDS = 65504.0
@@ -122,17 +122,17 @@ def test_a_forecast_needs_a_clear_trend() -> None:
     noise = torch.Generator().manual_seed(0)
     for _ in range(300):
         bits = (10 + 0.3 * torch.randn(16, generator=noise)).tolist()
-        assert steps_left(list(zip(range(0, 800, 50), bits, strict=True)), 16.0) is None
+        assert predict_steps_left(list(zip(range(0, 800, 50), bits, strict=True)), 16.0) is None
     rising = [(50 * i, 4 + 0.5 * i) for i in range(16)]
-    assert steps_left(rising, 16.0) == pytest.approx(450)
-    assert steps_left(rising[:5], 16.0) is None
-    assert steps_left([(step, -bits) for step, bits in rising], 16.0) is None
-    assert steps_left([(step, 4.0 + 0.01 * i) for i, (step, _) in enumerate(rising)], 4.5) is None
-    assert steps_left([(step, bits + 4.0 * (i % 2)) for i, (step, bits) in enumerate(rising[:8])], 16.0) is None
-    assert steps_left(rising, 128.0) is None, "too far away for anybody to say"
-    assert steps_left([(7, 1.0)] * 9, 16.0) is None
-    assert steps_left([(7, 1.0)] * 8 + [(50, 9.0)], 16.0) is None
-    assert steps_left([], 16.0) is None
+    assert predict_steps_left(rising, 16.0) == pytest.approx(450)
+    assert predict_steps_left(rising[:5], 16.0) is None
+    assert predict_steps_left([(step, -bits) for step, bits in rising], 16.0) is None
+    assert predict_steps_left([(step, 4.0 + 0.01 * i) for i, (step, _) in enumerate(rising)], 4.5) is None
+    assert predict_steps_left([(step, bits + 4.0 * (i % 2)) for i, (step, bits) in enumerate(rising[:8])], 16.0) is None
+    assert predict_steps_left(rising, 128.0) is None, "too far away for anybody to say"
+    assert predict_steps_left([(7, 1.0)] * 9, 16.0) is None
+    assert predict_steps_left([(7, 1.0)] * 8 + [(50, 9.0)], 16.0) is None
+    assert predict_steps_left([], 16.0) is None
 
 
 # -- gradients ------------------------------------------------------------------------------------------------------
@@ -333,18 +333,18 @@ def test_one_bad_batch_is_no_alarm() -> None:
 
 def test_of_a_large_tensor_the_first_rows_are_looked_at_and_nothing_is_copied() -> None:
     large = torch.zeros(4096, 1024)
-    part = part_of(large)
+    part = view_local_part(large)
     assert part.numel() == ELEMENTS
     assert part.data_ptr() == large.data_ptr()
-    assert part_of(torch.zeros(2, 2 * ELEMENTS)).shape == (1, 2 * ELEMENTS)
-    assert part_of(torch.zeros(0, 3)).numel() == 0
+    assert view_local_part(torch.zeros(2, 2 * ELEMENTS)).shape == (1, 2 * ELEMENTS)
+    assert view_local_part(torch.zeros(0, 3)).numel() == 0
     last = torch.zeros(64, 64, 32, 32).to(memory_format=torch.channels_last)
-    assert part_of(last).data_ptr() == last.data_ptr()
+    assert view_local_part(last).data_ptr() == last.data_ptr()
 
 
 def test_all_have_their_turn() -> None:
     names = list(range(20))
-    assert taking_turns(names, 5, 30) == names
-    assert set().union(*(taking_turns(names, turn, 8) for turn in range(5))) == set(names)
-    assert all(len(taking_turns(names, turn, 8)) == 8 for turn in range(7))
-    assert taking_turns([], 3, 1) == []
+    assert select_next_turn(names, 5, 30) == names
+    assert set().union(*(select_next_turn(names, turn, 8) for turn in range(5))) == set(names)
+    assert all(len(select_next_turn(names, turn, 8)) == 8 for turn in range(7))
+    assert select_next_turn([], 3, 1) == []

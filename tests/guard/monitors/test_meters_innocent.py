@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from halfstep import DynamicScale, Stepper, island
 from halfstep.finding import Finding
-from halfstep.guard.monitors.monitors import SELDOM, USUAL, Meters, sampling_interval
-from halfstep.guard.monitors.trends import _attempts_left, steps_left
+from halfstep.guard.monitors.monitors import SELDOM, USUAL, Meters, compute_sampling_interval
+from halfstep.guard.monitors.trends import _predict_attempts_left, predict_steps_left
 from halfstep.step.loss import StaticScale
 
 
@@ -60,13 +60,15 @@ def two() -> nn.Sequential:
 )
 def test_what_comes_to_rest_is_not_forecast_to_overflow(height: Any) -> None:
     seen = [(t, height(t)) for t in range(10, 1500, 50)]
-    assert [end for end in range(len(seen)) if steps_left(seen[max(0, end - 16) : end], 16.0) is not None] == []
+    assert [end for end in range(len(seen)) if predict_steps_left(seen[max(0, end - 16) : end], 16.0) is not None] == []
 
 
 def test_what_goes_on_is_forecast() -> None:
     for bits_each in (0.4, 0.6, 1.0):
         seen = [(50 * i, 1.0 + bits_each * i) for i in range(40)]
-        told = next(end for end in range(len(seen)) if steps_left(seen[max(0, end - 16) : end], 16.0) is not None)
+        told = next(
+            end for end in range(len(seen)) if predict_steps_left(seen[max(0, end - 16) : end], 16.0) is not None
+        )
         overflows = 15 / bits_each
         assert told < 0.6 * overflows, "there is time to do something"
 
@@ -74,11 +76,11 @@ def test_what_goes_on_is_forecast() -> None:
 def test_a_loss_scale_that_finds_a_new_place_is_no_alarm() -> None:
     settles = [9.0, 8.0, 7.0, 6.0, 5.0, *[4.0] * 12]
     seen = [(50 * i, bits) for i, bits in enumerate(settles, 1)]
-    assert all(_attempts_left(seen[:end]) is None for end in range(len(seen) + 1))
+    assert all(_predict_attempts_left(seen[:end]) is None for end in range(len(seen) + 1))
     once = [(50 * i, 16.0 if i < 7 else 2.0) for i in range(1, 14)]
-    assert all(_attempts_left(once[:end]) is None for end in range(len(once) + 1))
+    assert all(_predict_attempts_left(once[:end]) is None for end in range(len(once) + 1))
     falls = [(50 * i, 16.0 - i) for i in range(14)]
-    assert _attempts_left(falls) == pytest.approx(150)
+    assert _predict_attempts_left(falls) == pytest.approx(150)
 
 
 def test_two_loss_scales_that_fall_are_told_once_each() -> None:
@@ -213,11 +215,11 @@ def test_islands_and_parts_that_come_later_are_followed() -> None:
 
 
 def test_samples_that_take_long_are_taken_seldom() -> None:
-    assert sampling_interval(0.0, 1.0) == sampling_interval(0.5, 1.0) == USUAL
-    assert sampling_interval(0.51, 1.0) == sampling_interval(1.0, 1.0) == 2 * USUAL
-    assert sampling_interval(1e9, 1.0) == sampling_interval(1.0, 0.0) == SELDOM * USUAL
+    assert compute_sampling_interval(0.0, 1.0) == compute_sampling_interval(0.5, 1.0) == USUAL
+    assert compute_sampling_interval(0.51, 1.0) == compute_sampling_interval(1.0, 1.0) == 2 * USUAL
+    assert compute_sampling_interval(1e9, 1.0) == compute_sampling_interval(1.0, 0.0) == SELDOM * USUAL
     for sample in (0.2, 0.7, 3.0, 9.9):
-        assert sample / sampling_interval(sample, 1.0) <= 0.01
+        assert sample / compute_sampling_interval(sample, 1.0) <= 0.01
 
 
 def test_a_rhythm_that_was_asked_for_is_kept() -> None:

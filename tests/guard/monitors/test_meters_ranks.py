@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from halfstep import Ema, Stepper
 from halfstep.guard.monitors.monitors import Meters
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.models import buffered_model, plain_model
 from tests.support.ranks import Ranks
 
@@ -30,7 +30,7 @@ def trained(rank: int, how: str, metered: bool) -> tuple[list[float], list[str],
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     else:
         model = buffered_model()
-    precision = precision_named("fp32" if how == "sharded" else "bf16")
+    precision = resolve_precision_name("fp32" if how == "sharded" else "bf16")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     stepper = Stepper(model, optimizer, precision=precision, clip_norm=0.2, ema=Ema(model, 0.9))
     meters = Meters(stepper, every=2) if metered else None

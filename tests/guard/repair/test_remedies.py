@@ -11,7 +11,7 @@ from torch import nn
 from halfstep import Stepper
 from halfstep.guard.repair.remedies import Remedies, Remedy, RemedyApplier, drop_compiled_calls
 from halfstep.guard.verdict import Culprit, ProposedRemedy, Verdict
-from halfstep.precision.island import islands
+from halfstep.precision.island import find_islands
 from tests.support.models import Coder
 
 
@@ -37,7 +37,7 @@ def test_the_first_cure_that_works_is_placed_and_no_other() -> None:
     )
     assert remedy is not None
     assert (remedy.kind, remedy.target) == ("island", "encoder")
-    assert list(islands(treated._stepper.model)) == treated.remedies.islands == ["encoder"]
+    assert list(find_islands(treated._stepper.model)) == treated.remedies.islands == ["encoder"]
     assert treated._stepper.precision.name == "fp16"
 
 
@@ -49,7 +49,7 @@ def test_what_was_not_tried_is_not_placed() -> None:
         )
         is None
     )
-    assert islands(treated._stepper.model) == {}
+    assert find_islands(treated._stepper.model) == {}
 
 
 def test_islands_are_bounded_and_the_precision_comes_after_them() -> None:
@@ -90,11 +90,11 @@ def test_the_newest_is_lifted_first_and_comes_back_for_good() -> None:
     assert str(treated.lift_newest()) == "the run computes in bf16"
     assert treated._stepper.precision.name == "fp16"
     assert str(treated.lift_newest()) == "encoder computes in fp32"
-    assert islands(treated._stepper.model) == {}
+    assert find_islands(treated._stepper.model) == {}
     assert treated.lift_newest() is None
     assert treated.apply_first(verdict(island)).for_good
     assert treated.lift_newest() is None
-    assert list(islands(treated._stepper.model)) == ["encoder"]
+    assert list(find_islands(treated._stepper.model)) == ["encoder"]
 
 
 def test_as_data_and_back_and_onto_a_model() -> None:
@@ -110,7 +110,7 @@ def test_as_data_and_back_and_onto_a_model() -> None:
     model = Coder()
     again.apply_to(model)
     again.apply_to(model)
-    assert list(islands(model)) == again.islands == ["encoder"]
+    assert list(find_islands(model)) == again.islands == ["encoder"]
     assert again.precision == "bf16"
     assert Remedies().precision is None
 
@@ -118,7 +118,7 @@ def test_as_data_and_back_and_onto_a_model() -> None:
 def test_a_resumed_run_gets_what_it_lacks() -> None:
     treated = surgery()
     treated.resume(Remedies([Remedy("island", "decoder", "x", 1), Remedy("precision", "bf16", "y", 2, "fp16")]))
-    assert list(islands(treated._stepper.model)) == ["decoder"]
+    assert list(find_islands(treated._stepper.model)) == ["decoder"]
     assert treated._stepper.precision.name == "bf16"
 
 
@@ -184,8 +184,8 @@ def test_a_state_without_remedies_lifts_those_that_are_placed() -> None:
     treated.resume(Remedies(placed[:]))
     assert own._compiled_call_impl is None
     treated.resume(Remedies(placed[:1]))
-    assert list(islands(own)) == ["encoder"]
+    assert list(find_islands(own)) == ["encoder"]
     assert treated._stepper.precision.name == "fp16"
     assert own._compiled_call_impl is compiled
     treated.resume(Remedies())
-    assert islands(own) == {}
+    assert find_islands(own) == {}

@@ -17,7 +17,7 @@ from halfstep.errors import UnknownName, WrongUse
 from halfstep.measure.audit import audit as auditing
 from halfstep.measure.audit.page import Audit
 from halfstep.measure.audit.report import ModuleRow
-from halfstep.measure.audit.watched import ObservedStep, watched_step
+from halfstep.measure.audit.watched import ObservedStep, run_watched_step
 from halfstep.measure.subject import Subject
 
 CASE = "tests.support.cases:linear"
@@ -308,9 +308,9 @@ def test_ctrl_c_leaves_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(given)
         if len(asked) == stops_at:
             raise KeyboardInterrupt
-        return watched_step(*given)
+        return run_watched_step(*given)
 
-    monkeypatch.setattr(auditing, "watched_step", interrupted)
+    monkeypatch.setattr(auditing, "run_watched_step", interrupted)
     model = Net()
     island(model, "large")
     stops_at = 1

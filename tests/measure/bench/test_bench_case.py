@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.measure.bench.runs import STEPS, CaseCandidate, result_of_case
+from halfstep.measure.bench.runs import STEPS, CaseCandidate, build_case_result
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.worker_process import TimedUpdate
@@ -26,7 +26,7 @@ def test_a_loss_has_the_time_of_its_own_update() -> None:
         TimedUpdate(1.0, 8.0, "gradient_overflow"),
         *(TimedUpdate(1.0, float(loss), None) for loss in (5, 4, 3, 2, 1)),
     ]
-    found = result_of_case(updates, 1, 4, {})
+    found = build_case_result(updates, 1, 4, {})
     assert found.curve == ((7.0, 3.0),)  # the mean of five, when the last of them was there
     assert found.metric == 3.0
     assert found.skipped == {"gradient_overflow": 2}
@@ -35,9 +35,9 @@ def test_a_loss_has_the_time_of_its_own_update() -> None:
 
 def test_a_loss_that_is_no_number_counts_and_nothing_but_skips_is_no_metric() -> None:
     lost = TimedUpdate(1.0, math.nan, "loss_not_finite")
-    assert math.isnan(result_of_case([lost], 1, 4, {}).metric)
-    assert result_of_case([lost], 1, 4, {}).skipped == {"loss_not_finite": 1}
-    skipped = result_of_case([TimedUpdate(1.0, 2.0, "gradient_overflow")], 1, 4, {})
+    assert math.isnan(build_case_result([lost], 1, 4, {}).metric)
+    assert build_case_result([lost], 1, 4, {}).skipped == {"loss_not_finite": 1}
+    skipped = build_case_result([TimedUpdate(1.0, 2.0, "gradient_overflow")], 1, 4, {})
     assert math.isnan(skipped.metric)
     assert skipped.curve == ()
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from halfstep.errors import WrongUse
-from halfstep.measure.bench.bench import compare
-from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, Gain, Memory, RunFailed, RunResult
+from halfstep.measure.bench.bench import run_bench_arms
+from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, Gain, RunFailed, RunResult, UpdateMemory
 from halfstep.measure.bench.page import Bench
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 
@@ -33,7 +33,7 @@ def arm(metric: float = 0.9, speed: float = 100.0, **more: Any) -> Callable[[int
 
 def benched(arms: dict[str, Callable[[int], RunResult]], seeds: int = 3, **more: Any) -> Bench:
     told: dict[str, Any] = {"name": "a bench", "metric": TOP1, "conditions": {"device": "a | device"}, **more}
-    return compare(arms, seeds=range(1, seeds + 1), **told)
+    return run_bench_arms(arms, seeds=range(1, seeds + 1), **told)
 
 
 def rows_of_table(found: Bench) -> list[str]:
@@ -42,7 +42,7 @@ def rows_of_table(found: Bench) -> list[str]:
 
 
 def test_speed_memory_and_accuracy_in_one_sentence() -> None:
-    memories = {"fp32": lambda: Memory(1000), "bf16": lambda: Memory(690)}
+    memories = {"fp32": lambda: UpdateMemory(1000), "bf16": lambda: UpdateMemory(690)}
     found = benched({"fp32": arm(), "bf16": arm(0.899, 170.0)}, memories=memories)
     row = found.rows[1]
     assert row.gain is not None
@@ -98,7 +98,7 @@ def test_an_arm_that_fails_is_a_row_with_its_reason() -> None:
             raise RunFailed("there is no room")
         return arm()(seed)
 
-    def refused() -> Memory:
+    def refused() -> UpdateMemory:
         raise WrongUse("this device | cannot")
 
     found = benched({"fp32": arm(), "half": failing, "never": arm(), "fine": arm()}, memories={"never": refused})

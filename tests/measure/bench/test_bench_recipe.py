@@ -17,8 +17,8 @@ import pytest
 from halfstep.errors import FolderTaken, HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench
 from halfstep.measure.bench.comparison import RunFailed
-from halfstep.measure.bench.page import Bench, write_report
-from halfstep.measure.bench.runs import RecipeCandidate, RunTimeLimit, run_to_end
+from halfstep.measure.bench.page import Bench, write_bench_report
+from halfstep.measure.bench.runs import RecipeCandidate, RunTimeLimit, run_measured_process
 
 SHORT = ("train.steps=3", "data.samples=24", "train.batch_size=4", "data.size=16")
 
@@ -78,7 +78,7 @@ def test_the_figures_are_those_of_the_runs(both: tuple[Bench, Bench, Path]) -> N
 @pytest.mark.full
 def test_the_report_is_three_files(both: tuple[Bench, Bench, Path]) -> None:
     _, found, folder = both
-    files = write_report(found, folder)
+    files = write_bench_report(found, folder)
     assert [path.name for path in files] == ["bench.json", "bench.md", "bench.svg"]
     kept = json.loads(files[0].read_text(), parse_constant=pytest.fail)
     assert kept["settings"] == list(SHORT)
@@ -154,7 +154,7 @@ def test_a_process_ends_with_the_bench(tmp_path: Path) -> None:
     signal.setitimer(signal.ITIMER_REAL, 2.0)
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_to_end([sys.executable, "-c", code], tmp_path / "log")
+            run_measured_process([sys.executable, "-c", code], tmp_path / "log")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
@@ -166,7 +166,9 @@ def test_a_process_ends_with_the_bench(tmp_path: Path) -> None:
 def test_a_process_that_hangs_is_ended_and_says_so(tmp_path: Path) -> None:
     code = "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(60)"
     with pytest.raises(RunFailed, match="did not end within"):
-        run_to_end([sys.executable, "-c", code.replace("'pid'", repr(str(tmp_path / "pid")))], tmp_path / "log", 2.0)
+        run_measured_process(
+            [sys.executable, "-c", code.replace("'pid'", repr(str(tmp_path / "pid")))], tmp_path / "log", 2.0
+        )
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -188,8 +190,8 @@ def test_a_process_ends_even_where_the_bench_was_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     inner = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
     outer = (
-        "import pathlib, sys; from halfstep.measure.bench.runs import run_to_end; "
-        f"run_to_end([sys.executable, '-c', {inner!r}], pathlib.Path({str(tmp_path / 'log')!r}))"
+        "import pathlib, sys; from halfstep.measure.bench.runs import run_measured_process; "
+        f"run_measured_process([sys.executable, '-c', {inner!r}], pathlib.Path({str(tmp_path / 'log')!r}))"
     )
     parent = subprocess.Popen([sys.executable, "-c", outer])
     try:
@@ -215,9 +217,9 @@ def _lives(process: int) -> bool:
 
 
 def test_a_process_that_was_killed_says_so(tmp_path: Path) -> None:
-    code, _ = run_to_end([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], tmp_path / "log")
+    code, _ = run_measured_process([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], tmp_path / "log")
     assert code == -9
     hungry = "x = bytearray(300 * 2**20); x[::4096] = b'1' * len(x[::4096])"
-    code, most = run_to_end([sys.executable, "-c", hungry], tmp_path / "log")
+    code, most = run_measured_process([sys.executable, "-c", hungry], tmp_path / "log")
     assert code == 0
     assert most is None or most > 300 * 2**20

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import PrecisionRefused
-from halfstep.measure.case import Case, case_of
+from halfstep.measure.case import Case, build_case
 from halfstep.measure.memory.devices import device_named
-from halfstep.measure.memory.estimate import ledger_by_cuda, ledger_of, ledger_on
-from halfstep.measure.memory.fake_tensors import walked
+from halfstep.measure.memory.estimate import estimate_cuda_ledger, estimate_device_ledger, estimate_ledger
+from halfstep.measure.memory.fake_tensors import replace_torch_backward
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.island import island
 from tests.support import cases
@@ -119,7 +119,7 @@ def test_a_walk_gives_the_gradients_of_the_engine(name: str, autocast: bool) -> 
             loss.backward()
 
     backward(engine)
-    with walked():
+    with replace_torch_backward():
         backward(ours)
     for (path, mine), theirs in zip(ours.named_parameters(), engine.parameters(), strict=True):
         assert theirs.grad is not None
@@ -129,10 +129,12 @@ def test_a_walk_gives_the_gradients_of_the_engine(name: str, autocast: bool) -> 
 
 def test_torch_is_itself_again_after_a_walk_that_failed() -> None:
     before = (Tensor.backward, torch._C._current_autograd_node, F.scaled_dot_product_attention)
-    with pytest.raises(ZeroDivisionError), walked():
+    with pytest.raises(ZeroDivisionError), replace_torch_backward():
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
-        ledger_by_cuda(lambda: case_of(nn.Linear(2, 2), lambda model, batch: 1 / 0, torch.ones(1, 2)), StepSetting())
+        estimate_cuda_ledger(
+            lambda: build_case(nn.Linear(2, 2), lambda model, batch: 1 / 0, torch.ones(1, 2)), StepSetting()
+        )
     assert before == (Tensor.backward, torch._C._current_autograd_node, F.scaled_dot_product_attention)
     assert not torch.is_autocast_enabled("cuda")
     with pytest.warns(UserWarning, match="CUDA is not available") if not torch.cuda.is_available() else _quiet():
@@ -152,9 +154,9 @@ def test_in_fp32_a_gpu_s_plain_model_has_the_cpu_s_parts(recompute: bool, microb
     setting = StepSetting(recompute=recompute, microbatches=microbatches)
 
     def make() -> Case:
-        return case_of(*cases.linear())
+        return build_case(*cases.linear())
 
-    cuda, cpu = ledger_on(make, setting, A100), ledger_of(make, setting)
+    cuda, cpu = estimate_device_ledger(make, setting, A100), estimate_ledger(make, setting)
     for part in ("weights", "optimizer", "batch", "gradients", "activations", "cast copies"):
         assert cuda.whole[part] == cpu.whole[part], part
     assert cuda.device == "a100-80gb"
@@ -164,16 +166,16 @@ def test_in_fp32_a_gpu_s_plain_model_has_the_cpu_s_parts(recompute: bool, microb
 
 def norm_and_softmax() -> Case:
     model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Softmax(-1), nn.Linear(256, 8))
-    return case_of(model, summed, torch.randn(32, 64))
+    return build_case(model, summed, torch.randn(32, 64))
 
 
 def test_cuda_keeps_softmax_and_norms_in_fp32_where_a_cpu_does_not() -> None:
-    kept = ledger_on(norm_and_softmax, BF16, A100)
+    kept = estimate_device_ledger(norm_and_softmax, BF16, A100)
     wide = 32 * 256 * 4
     # The norm's input in fp32, the softmax's output in fp32, and the statistics of 32 rows twice.
     assert kept.by_format["fp32"] >= 2 * wide + 2 * 32 * 4
     assert kept.by_format["fp32"] < 3 * wide
-    assert kept.whole["activations"] > ledger_of(norm_and_softmax, BF16).whole["activations"]
+    assert kept.whole["activations"] > estimate_ledger(norm_and_softmax, BF16).whole["activations"]
     assert kept.peak == sum(kept.at_peak.values())
 
 
@@ -182,10 +184,10 @@ def test_an_island_stays_in_fp32_under_cuda_s_rules() -> None:
         model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
         if apart:
             island(model, "1")
-        return case_of(model, summed, torch.randn(32, 64))
+        return build_case(model, summed, torch.randn(32, 64))
 
     # tanh keeps its result; in the island that is the fp32 one, before it is cast back.
-    inside, outside = (ledger_on(lambda apart=apart: make(apart), BF16, A100) for apart in (True, False))
+    inside, outside = (estimate_device_ledger(lambda apart=apart: make(apart), BF16, A100) for apart in (True, False))
     assert outside.by_format.get("fp32", 0) < 32 * 512 * 4 <= inside.by_format["fp32"]
 
 
@@ -195,10 +197,10 @@ def test_attention_keeps_no_matrix_of_scores(precision: str) -> None:
 
     def make() -> Case:
         layer = nn.TransformerEncoderLayer(32, heads, 32, dropout=0.1, batch_first=True)
-        return case_of(layer, summed, torch.randn(2, tokens, 32))
+        return build_case(layer, summed, torch.randn(2, tokens, 32))
 
     scores = 2 * heads * tokens * tokens * 2
-    assert ledger_on(make, StepSetting(precision=precision), A100).whole["activations"] < scores
+    assert estimate_device_ledger(make, StepSetting(precision=precision), A100).whole["activations"] < scores
 
 
 @pytest.mark.wording
@@ -207,31 +209,33 @@ def test_a_loss_that_cuda_refuses_is_told_with_its_line_and_what_to_do() -> None
         return F.binary_cross_entropy(model(batch).sigmoid(), torch.zeros_like(batch[:, :1]))
 
     def make() -> Case:
-        return case_of(nn.Linear(8, 1), loss_fn, torch.randn(4, 8))
+        return build_case(nn.Linear(8, 1), loss_fn, torch.randn(4, 8))
 
     with pytest.raises(PrecisionRefused, match="binary_cross_entropy in bf16") as told:
-        ledger_on(make, BF16, A100)
+        estimate_device_ledger(make, BF16, A100)
     assert f"{__file__}:{loss_fn.__code__.co_firstlineno + 1}" in told.value.given
     assert "BCEWithLogitsLoss" in told.value.do
-    assert ledger_on(make, StepSetting(), A100).peak > 0
-    assert ledger_of(make, BF16).peak > 0
+    assert estimate_device_ledger(make, StepSetting(), A100).peak > 0
+    assert estimate_ledger(make, BF16).peak > 0
 
     apart = island(nn.BCELoss())
 
     def wide_loss(model: nn.Module, batch: Tensor) -> Tensor:
         return apart(model(batch).sigmoid(), torch.zeros_like(batch[:, :1]))
 
-    assert ledger_on(lambda: case_of(nn.Linear(8, 1), wide_loss, torch.randn(4, 8)), BF16, A100).peak > 0
+    assert (
+        estimate_device_ledger(lambda: build_case(nn.Linear(8, 1), wide_loss, torch.randn(4, 8)), BF16, A100).peak > 0
+    )
 
 
 def test_a_layer_that_asks_the_driver_is_estimated_by_the_cpu_s_rules_and_says_so() -> None:
     def make() -> Case:
-        return case_of(nn.LSTM(8, 8), lambda model, batch: model(batch)[0].sum(), torch.randn(4, 2, 8))
+        return build_case(nn.LSTM(8, 8), lambda model, batch: model(batch)[0].sum(), torch.randn(4, 2, 8))
 
-    found = ledger_on(make, StepSetting(), A100)
+    found = estimate_device_ledger(make, StepSetting(), A100)
     if not torch.cuda.is_available():
         assert "by the CPU's rules" in found.notes[-1]
-        assert found.at_peak == ledger_of(make, StepSetting()).at_peak
+        assert found.at_peak == estimate_ledger(make, StepSetting()).at_peak
     assert not found.verified
 
 
@@ -243,6 +247,6 @@ def test_autocast_inside_a_loss_is_on_as_on_a_gpu() -> None:
             return model(batch).float().sum()
 
     model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
-    found = ledger_on(lambda: case_of(model, loss_fn, torch.randn(32, 64)), StepSetting(), A100)
+    found = estimate_device_ledger(lambda: build_case(model, loss_fn, torch.randn(32, 64)), StepSetting(), A100)
     assert found.by_format["bf16"] >= 32 * 512 * 2
     assert all(parameter.grad is None and type(parameter) is nn.Parameter for parameter in model.parameters())

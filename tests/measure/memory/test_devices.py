@@ -13,17 +13,17 @@ import torch
 
 from halfstep import host_memory
 from halfstep.errors import UnknownName, WrongUse
-from halfstep.measure.memory.devices import GIB, device_ids, device_named
+from halfstep.measure.memory.devices import GIB, device_named, list_device_ids
 from halfstep.measure.memory.estimate import estimate
-from halfstep.measure.memory.report import own_choice
-from halfstep.measure.plan.race import free_bytes
-from halfstep.train.machine import this_machine
+from halfstep.measure.memory.report import choose_target_precision
+from halfstep.measure.plan.race import find_free_memory
+from halfstep.train.machine import detect_machine
 
 ROWS = json.loads(resources.files("halfstep.measure.memory").joinpath("devices.json").read_text())["devices"]
 
 
 def test_there_are_many_and_each_is_found_by_its_short_and_its_long_name() -> None:
-    assert len(device_ids()) == len(set(device_ids())) == len(ROWS) >= 25
+    assert len(list_device_ids()) == len(set(list_device_ids())) == len(ROWS) >= 25
     for row in ROWS:
         for text in (row["id"], row["id"].upper(), row["name"]):
             assert device_named(text).id == row["id"], text
@@ -116,10 +116,10 @@ def test_what_a_process_takes_and_a_margin_are_left_alone() -> None:
 def test_this_machine_is_known_by_its_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     monkeypatch.setattr(host_memory, "CGROUP", Path("nowhere"))
-    assert device_named("cpu").memory == host_memory.total_memory() == pytest.approx(pages, rel=0.01)
+    assert device_named("cpu").memory == host_memory.read_total_memory() == pytest.approx(pages, rel=0.01)
     assert device_named("cpu").rules == "cpu"
     monkeypatch.setitem(sys.modules, "psutil", None)  # not installed
-    assert host_memory.total_memory() == pages
+    assert host_memory.read_total_memory() == pages
 
 
 def test_sizing_plan_and_estimate_know_the_limit_of_a_container(
@@ -134,8 +134,8 @@ def test_sizing_plan_and_estimate_know_the_limit_of_a_container(
     (tmp_path / "own").write_text("0::/job/step\n")
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     monkeypatch.setattr(host_memory, "_OWN_GROUP", tmp_path / "own")
-    assert device_named("cpu").memory == this_machine("cpu").memory == GIB
-    assert free_bytes(torch.device("cpu")) == GIB - GIB // 4
+    assert device_named("cpu").memory == detect_machine("cpu").memory == GIB
+    assert find_free_memory(torch.device("cpu")) == GIB - GIB // 4
 
 
 @pytest.mark.parametrize(("name", "gib"), [("t4", 14.6), ("a10", 22.0), ("l4", 22.0), ("l40s", 44.4)])
@@ -159,7 +159,7 @@ def test_a_t4_only_emulates_bf16_and_is_given_fp16() -> None:
     t4 = device_named("t4")
     assert not t4.ability("bf16").native
     assert "emulated" in t4.ability("bf16").reason
-    assert own_choice(t4) == "fp16"
+    assert choose_target_precision(t4) == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -168,4 +168,4 @@ def test_a_t4_only_emulates_bf16_and_is_given_fp16() -> None:
      ("4GB", "bf16")],
 )  # fmt: skip
 def test_what_auto_would_take(name: str, choice: str) -> None:
-    assert own_choice(device_named(name)) == choice
+    assert choose_target_precision(device_named(name)) == choice

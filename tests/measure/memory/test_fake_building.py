@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from halfstep.measure.batches import resized, size_of
-from halfstep.measure.candidate import peak_bytes
-from halfstep.measure.case import Case, case_of
-from halfstep.measure.memory.fake_tensors import built, fake_mode, placed
-from halfstep.measure.memory.timeline import BACKWARD, Timeline, hidden_bytes
+from halfstep.measure.batches import count_samples, resize_batch
+from halfstep.measure.candidate import measure_peak_bytes
+from halfstep.measure.case import Case, build_case
+from halfstep.measure.memory.fake_tensors import build_fake_case, create_fake_mode, move_fake_model
+from halfstep.measure.memory.timeline import BACKWARD, Timeline, estimate_kernel_workspace
 from halfstep.measure.subject import Subject
 from halfstep.observe.recorder import Operation, Recorder
 from tests.support.cases import loss_fn
@@ -45,22 +45,22 @@ def all_fake(model: nn.Module) -> bool:
 
 
 def test_a_case_is_built_without_memory() -> None:
-    mode = fake_mode()
-    case = built(Subject("tests.support.cases:convolutions").open, mode)
+    mode = create_fake_mode()
+    case = build_fake_case(Subject("tests.support.cases:convolutions").open, mode)
     assert all_fake(case.model)
     assert all(isinstance(tensor, FakeTensor) for tensor in case.batch)
     with mode:
-        assert size_of(resized(case.batch, 1000)) == 1000
+        assert count_samples(resize_batch(case.batch, 1000)) == 1000
 
 
 def test_a_model_that_needs_numbers_is_built_for_real_and_converted() -> None:
     made: list[Case] = []
 
     def make() -> Case:
-        made.append(case_of(NeedsNumbers(), loss_fn, (torch.randn(2, 4), torch.zeros(2, dtype=torch.long))))
+        made.append(build_case(NeedsNumbers(), loss_fn, (torch.randn(2, 4), torch.zeros(2, dtype=torch.long))))
         return made[-1]
 
-    case = built(make, fake_mode())
+    case = build_fake_case(make, create_fake_mode())
     model, real = case.model, made[-1].model
     assert all_fake(model)
     assert isinstance(model, NeedsNumbers)
@@ -77,7 +77,9 @@ def test_a_model_that_needs_numbers_is_built_for_real_and_converted() -> None:
 def test_a_converted_model_is_no_copy_and_has_no_gradients() -> None:
     model = nn.Linear(4, 4)
     model.weight.grad = torch.ones(4, 4)
-    case = built(lambda: case_of(model, loss_fn, (torch.randn(2, 4), torch.zeros(2, dtype=torch.long))), fake_mode())
+    case = build_fake_case(
+        lambda: build_case(model, loss_fn, (torch.randn(2, 4), torch.zeros(2, dtype=torch.long))), create_fake_mode()
+    )
     assert case.model.weight.grad is None
     assert torch.equal(model.weight.grad, torch.ones(4, 4))
     assert case.model is not model
@@ -88,15 +90,15 @@ def test_an_error_of_the_persons_own_is_theirs() -> None:
         raise KeyError("theirs")
 
     with pytest.raises(KeyError, match="theirs"):
-        built(broken, fake_mode())
+        build_fake_case(broken, create_fake_mode())
 
 
 def test_placing_lays_kernels_out_and_keeps_ties() -> None:
-    mode = fake_mode()
+    mode = create_fake_mode()
     with mode:
         model = nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8))
         model[1].weight = model[0].weight
-        placed(model, torch.device("cpu"), channels_last=True)
+        move_fake_model(model, torch.device("cpu"), channels_last=True)
     assert model[0].weight is model[1].weight
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert not model[0].weight.is_contiguous()
@@ -106,7 +108,7 @@ def test_placing_lays_kernels_out_and_keeps_ties() -> None:
 
 def test_a_timeline_knows_when_memory_comes_and_goes_and_keeps_none_alive() -> None:
     timeline = Timeline()
-    with fake_mode(), Recorder(nn.Identity(), timeline):
+    with create_fake_mode(), Recorder(nn.Identity(), timeline):
         x = torch.empty(100)
         y = (x + 1).view(10, 10)  # a view is no memory
         del x
@@ -133,9 +135,9 @@ def test_a_timeline_knows_when_memory_comes_and_goes_and_keeps_none_alive() -> N
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 def test_a_layer_that_was_copied_while_built_shares_memory_with_its_views() -> None:
     """nn.TransformerEncoder copies its layer so; views of the weights would count as activations."""
-    with fake_mode():
+    with create_fake_mode():
         layer = copy.deepcopy(nn.Linear(4, 4))
-        placed(layer, torch.device("cpu"), channels_last=False)
+        move_fake_model(layer, torch.device("cpu"), channels_last=False)
         assert layer.weight.t().untyped_storage()._cdata == layer.weight.untyped_storage()._cdata
     assert isinstance(layer.weight, nn.Parameter)
     assert layer.weight.requires_grad
@@ -169,9 +171,9 @@ def test_what_convolutions_take_inside_is_what_the_allocator_saw(
         (torch.ops.aten.convolution_backward.default, (gradient, x, weight, *rest, [True, True, False])),
     ):
         result = function(*given)
-        real = peak_bytes(partial(function, *given), torch.device("cpu"), [])
+        real = measure_peak_bytes(partial(function, *given), torch.device("cpu"), [])
         made = sum(t.nbytes for t in (result if isinstance(result, tuple) else (result,)) if t is not None)
-        predicted = made + hidden_bytes(Operation(function, given, {}, result, "", True, False))
+        predicted = made + estimate_kernel_workspace(Operation(function, given, {}, result, "", True, False))
         assert predicted == pytest.approx(real, rel=0.1)
 
 
@@ -204,9 +206,9 @@ def test_layouts_groups_and_lines(
     given = (gradient, x, kernel, *rest, [True, True, False])
     function = torch.ops.aten.convolution_backward.default
     result = function(*given)
-    real = peak_bytes(partial(function, *given), torch.device("cpu"), [])
+    real = measure_peak_bytes(partial(function, *given), torch.device("cpu"), [])
     made = sum(tensor.nbytes for tensor in result if tensor is not None)
-    predicted = made + hidden_bytes(Operation(function, given, {}, result, "", True, False))
+    predicted = made + estimate_kernel_workspace(Operation(function, given, {}, result, "", True, False))
     assert predicted == pytest.approx(real, rel=0.12)
 
 
@@ -218,8 +220,8 @@ def test_weights_from_a_file_are_read_without_a_word(
     def make() -> Case:
         model = nn.Linear(4, 4)
         model.load_state_dict(load_file(tmp_path / "weights.safetensors"))
-        return case_of(model, lambda m, x: m(x).square().mean(), torch.randn(2, 4))
+        return build_case(model, lambda m, x: m(x).square().mean(), torch.randn(2, 4))
 
-    case = built(make, fake_mode())
+    case = build_fake_case(make, create_fake_mode())
     assert all(isinstance(tensor, FakeTensor) for tensor in case.model.parameters())
     assert "fake_tensor" not in caplog.text + "".join(capfd.readouterr())

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from halfstep.errors import HalfstepError, WrongUse
-from halfstep.measure.case import Case, case_of
+from halfstep.measure.case import Case, build_case
 from halfstep.measure.memory.devices import device_named
-from halfstep.measure.memory.estimate import ledger_of, ledger_on
-from halfstep.measure.memory.fitting import MOST, largest_batch, levers
+from halfstep.measure.memory.estimate import estimate_device_ledger, estimate_ledger
+from halfstep.measure.memory.fitting import MOST, estimate_lever_ledgers, find_largest_batch
 from halfstep.measure.memory.ledger import PARTS, Ledger
 from halfstep.measure.setting import StepSetting
 from tests.support import cases
 
 
 def convolutions() -> Case:
-    return case_of(*cases.convolutions())
+    return build_case(*cases.convolutions())
 
 
 def peaks(peak: Callable[[int], int]) -> Any:
@@ -50,7 +50,7 @@ SHAPES: dict[str, Callable[[int], int]] = {
 @pytest.mark.parametrize("start", [None, 1, 7, 4096])
 def test_the_next_size_is_always_over(shape: str, limit: int, start: int | None) -> None:
     peak = SHAPES[shape]
-    fit = largest_batch(convolutions, StepSetting(batch=start), limit, peaks(peak))
+    fit = find_largest_batch(convolutions, StepSetting(batch=start), limit, peaks(peak))
     if peak(1) > limit:
         assert (fit.batch, fit.missing, fit.ledger.samples) == (0, peak(1) - limit, 1)
         return
@@ -64,12 +64,13 @@ def test_the_next_size_is_always_over(shape: str, limit: int, start: int | None)
 
 def test_a_line_is_closed_in_few_ledgers() -> None:
     assert (
-        len(largest_batch(convolutions, StepSetting(batch=8), 10**9, peaks(lambda b: 10**6 + 12_345 * b)).searched) <= 6
+        len(find_largest_batch(convolutions, StepSetting(batch=8), 10**9, peaks(lambda b: 10**6 + 12_345 * b)).searched)
+        <= 6
     )
 
 
 def test_a_search_ends_where_nothing_grows() -> None:
-    fit = largest_batch(convolutions, StepSetting(), 10, peaks(lambda b: 5))
+    fit = find_largest_batch(convolutions, StepSetting(), 10, peaks(lambda b: 5))
     assert fit.batch == MOST
     assert fit.as_dict()["at_least"]
 
@@ -81,9 +82,9 @@ def test_a_size_that_cannot_run_is_stepped_over() -> None:
             raise ValueError("Expected more than 1 value per channel when training")
         return 10 * batch
 
-    assert largest_batch(convolutions, StepSetting(), 55, peaks(peak)).batch == 5
+    assert find_largest_batch(convolutions, StepSetting(), 55, peaks(peak)).batch == 5
     with pytest.raises(HalfstepError, match="told"):
-        largest_batch(convolutions, StepSetting(), 55, peaks(lambda b: _raise(WrongUse("told"))))
+        find_largest_batch(convolutions, StepSetting(), 55, peaks(lambda b: _raise(WrongUse("told"))))
 
 
 def test_what_fails_at_every_size_is_told_as_it_was_first() -> None:
@@ -91,13 +92,13 @@ def test_what_fails_at_every_size_is_told_as_it_was_first() -> None:
         raise ValueError(f"no batch of {batch}")
 
     with pytest.raises(ValueError, match="no batch of 1"):
-        largest_batch(convolutions, StepSetting(), 55, peaks(peak))
+        find_largest_batch(convolutions, StepSetting(), 55, peaks(peak))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_where_ledgers_are_dear_what_fits_is_near_the_end(shape: str) -> None:
     peak = SHAPES[shape]
-    fit = largest_batch(convolutions, StepSetting(batch=4), 99_999, peaks(peak), tolerance=0.1)
+    fit = find_largest_batch(convolutions, StepSetting(batch=4), 99_999, peaks(peak), tolerance=0.1)
     assert peak(fit.batch) <= 99_999
     assert fit.ledger.samples == fit.batch
     assert fit.as_dict()["about"] is (fit.batch + 1 not in dict(fit.searched))
@@ -115,10 +116,10 @@ def test_a_peak_that_hides_under_the_update_takes_four_ledgers() -> None:
         whole = empty | fixed | backward | update
         return Ledger(setting, "", batch, empty | fixed | at_peak, whole, {}, {}, "")
 
-    fit = largest_batch(convolutions, StepSetting(batch=1), 360_000, ledger, tolerance=0.1)
+    fit = find_largest_batch(convolutions, StepSetting(batch=1), 360_000, ledger, tolerance=0.1)
     assert len(fit.searched) <= 4
     assert 180 <= fit.batch <= 200
-    exact = largest_batch(convolutions, StepSetting(batch=1), 360_000, ledger)
+    exact = find_largest_batch(convolutions, StepSetting(batch=1), 360_000, ledger)
     assert (exact.batch, exact.as_dict()["about"]) == (200, False)
     assert len(exact.searched) <= 6
 
@@ -140,11 +141,11 @@ def test_every_smaller_batch_of_a_real_model_fits_and_no_larger_one(precision: s
     target = device_named("4GB")
 
     def on(make: Callable[[], Case], setting: StepSetting) -> Ledger:
-        return ledger_on(make, setting, target)
+        return estimate_device_ledger(make, setting, target)
 
     setting = StepSetting(precision=precision)
     limit = on(convolutions, replace(setting, batch=9)).peak + 100
-    fit = largest_batch(convolutions, setting, limit, on)
+    fit = find_largest_batch(convolutions, setting, limit, on)
     within = [batch for batch in sizes if on(convolutions, replace(setting, batch=batch)).peak <= limit]
     assert within == [batch for batch in sizes if batch <= fit.batch]
     assert fit.batch == 9
@@ -153,10 +154,14 @@ def test_every_smaller_batch_of_a_real_model_fits_and_no_larger_one(precision: s
 
 def test_a_device_s_own_memory_is_filled_to_the_last_sample() -> None:
     def wide() -> Case:
-        return case_of(nn.Sequential(nn.Linear(1 << 20, 4), nn.Tanh()), lambda m, b: m(b).sum(), torch.ones(2, 1 << 20))
+        return build_case(
+            nn.Sequential(nn.Linear(1 << 20, 4), nn.Tanh()), lambda m, b: m(b).sum(), torch.ones(2, 1 << 20)
+        )
 
     target = device_named("4GB")
-    fit = largest_batch(wide, StepSetting(), target.usable, lambda make, setting: ledger_on(make, setting, target))
+    fit = find_largest_batch(
+        wide, StepSetting(), target.usable, lambda make, setting: estimate_device_ledger(make, setting, target)
+    )
     assert fit.ledger.peak <= target.usable < fit.ledger.peak + 2 * (4 << 20)
     assert 500 < fit.batch < 1000
 
@@ -164,15 +169,15 @@ def test_a_device_s_own_memory_is_filled_to_the_last_sample() -> None:
 def test_levers_are_measured_and_not_promised() -> None:
     def deep() -> Case:
         layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
-        return case_of(nn.Sequential(*layers), lambda model, batch: model(batch).sum(), torch.randn(4096, 64))
+        return build_case(nn.Sequential(*layers), lambda model, batch: model(batch).sum(), torch.randn(4096, 64))
 
     def whole_batch(make: Callable[[], Case], setting: StepSetting) -> Ledger:
-        return ledger_of(make, replace(setting, batch=4096))
+        return estimate_ledger(make, replace(setting, batch=4096))
 
-    fit = largest_batch(deep, StepSetting(), 10 << 20, whole_batch)
+    fit = find_largest_batch(deep, StepSetting(), 10 << 20, whole_batch)
     assert fit.batch == 0
     assert fit.missing == whole_batch(deep, StepSetting()).peak - (10 << 20)
-    ways = levers(fit, deep, "bf16", whole_batch)
+    ways = estimate_lever_ledgers(fit, deep, "bf16", whole_batch)
     assert [(way.setting.precision, way.setting.recompute) for way in ways] == [
         ("bf16", False),
         ("fp32", True),

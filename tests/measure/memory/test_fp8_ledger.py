@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.measure.case import case_of
+from halfstep.measure.case import build_case
 from halfstep.measure.memory.devices import device_named
-from halfstep.measure.memory.estimate import estimate, ledger_on
+from halfstep.measure.memory.estimate import estimate, estimate_device_ledger
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.names import FP8_KINDS
-from halfstep.precision.precision import precision_named
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.peaks import peak_of_update
 
 pytest.importorskip("torchao")
@@ -38,7 +38,7 @@ def test_the_ledger_is_within_three_percent_of_a_real_run(kind: str) -> None:
     batch = torch.randn(ROWS, WIDTH)
     found = estimate(net(), loss_fn, batch, precision=kind, optimizer=adam)
     model = net()
-    precision_named(kind).prepare(model, torch.device("cpu"))
+    resolve_precision_name(kind).prepare(model, torch.device("cpu"))
     real = peak_of_update(model, loss_fn, batch, adam(model), "bf16")
     assert found.peak == pytest.approx(real, rel=0.03)
     # Casts are neither weights nor buffers, of which this model has none.
@@ -53,8 +53,10 @@ def test_the_ledger_is_within_three_percent_of_a_real_run(kind: str) -> None:
 
 @pytest.mark.parametrize("device", ["h100-80gb", "b200"])
 def test_gpus_are_marked_as_not_verified(device: str) -> None:
-    case = case_of(net(), loss_fn, torch.randn(ROWS, WIDTH))
-    ledgers = [ledger_on(lambda: case, StepSetting(name), device_named(device)) for name in ("bf16", "fp8")]
+    case = build_case(net(), loss_fn, torch.randn(ROWS, WIDTH))
+    ledgers = [
+        estimate_device_ledger(lambda: case, StepSetting(name), device_named(device)) for name in ("bf16", "fp8")
+    ]
     plain, narrow = ledgers
     assert not narrow.verified
     assert not narrow.by_cpu_rules

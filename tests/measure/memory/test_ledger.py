@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from halfstep import Counted
 from halfstep.errors import HalfstepError
-from halfstep.measure.case import Case, case_of
-from halfstep.measure.memory.estimate import estimate, ledger_of
+from halfstep.measure.case import Case, build_case
+from halfstep.measure.memory.estimate import estimate, estimate_ledger
 from halfstep.measure.memory.ledger import PARTS, Ledger
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
@@ -42,13 +42,13 @@ def two_layers() -> Parts:
 
 
 def ledger(make: Callable[[], Parts], precision: str = "fp32", **setting: Any) -> Ledger:
-    return ledger_of(lambda: case_of(*make()), StepSetting(precision, **setting))
+    return estimate_ledger(lambda: build_case(*make()), StepSetting(precision, **setting))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "tf32"])
 @pytest.mark.parametrize("case", ["linear", "convolutions"])
 def test_parts_add_up_to_the_peak_and_none_exceeds_its_own_largest(case: str, precision: str) -> None:
-    found = ledger_of(Subject(f"tests.support.cases:{case}").open, StepSetting(precision))
+    found = estimate_ledger(Subject(f"tests.support.cases:{case}").open, StepSetting(precision))
     assert tuple(found.at_peak) == PARTS == tuple(found.whole)
     assert found.peak == sum(found.at_peak.values()) == found.as_dict()["peak"]
     assert all(0 <= found.at_peak[part] <= found.whole[part] for part in PARTS)
@@ -184,8 +184,8 @@ def test_frozen_parameters_have_neither_gradients_nor_state() -> None:
 
 
 def test_an_average_is_a_copy_and_buffers_are_kept_twice() -> None:
-    plain = ledger_of(Subject("tests.support.cases:convolutions").open, StepSetting())
-    averaged = ledger_of(
+    plain = estimate_ledger(Subject("tests.support.cases:convolutions").open, StepSetting())
+    averaged = estimate_ledger(
         lambda: replace(Subject("tests.support.cases:convolutions").open(), average=True), StepSetting()
     )
     statistics = 2 * 16 * 4 + 8
@@ -282,13 +282,13 @@ def large_case() -> Case:
     def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    return case_of(model, loss_fn, torch.randint(0, 32000, (8, 1025)))
+    return build_case(model, loss_fn, torch.randint(0, 32000, (8, 1025)))
 
 
 @pytest.mark.slow
 def test_a_billion_parameters_take_seconds_and_no_memory() -> None:
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    found = ledger_of(large_case, StepSetting("bf16"))
+    found = estimate_ledger(large_case, StepSetting("bf16"))
     assert time.process_time() - begin < 30  # of this process: other work on the machine does not count
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20 < 1  # GiB
     assert found.at_peak["weights"] > 4 * 10**9

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from halfstep.measure.plan.page import Plan
-from halfstep.measure.plan.plan import search_and_decide
+from halfstep.measure.plan.plan import run_plan_search
 from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget
-from halfstep.measure.plan.search import CaseFacts, Search
+from halfstep.measure.plan.search import CaseFacts, PlanSearch
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
@@ -139,8 +139,8 @@ def planned(
     facts = CaseFacts("clockwork", now, has_images, has_batch_norm, optimizer, 0.1, fp8_layers)
     budget = TimeBudget(seconds, now=lambda: world.clock)
     runner = Race(lambda setting: Clockwork(world, setting), budget)
-    search = Search(facts, device, SettingTrials(runner, budget, room or MemoryFit(None)))
-    found = search_and_decide(search, "clockwork", grow_batch=grow_batch)
+    search = PlanSearch(facts, device, SettingTrials(runner, budget, room or MemoryFit(None)))
+    found = run_plan_search(search, "clockwork", grow_batch=grow_batch)
     assert world.open_now == 0, "an arm was left open"
     return found
 

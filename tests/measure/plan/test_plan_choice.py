@@ -7,9 +7,9 @@ import json
 import pytest
 
 from halfstep.errors import WrongUse
-from halfstep.measure.plan.choice import Cell, choose
+from halfstep.measure.plan.choice import PlanCell, choose_cell
 from halfstep.measure.plan.race import MemoryFit
-from halfstep.measure.plan.search import eager_settings
+from halfstep.measure.plan.search import list_eager_settings
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from tests.measure.plan.clockwork import A100, PLAIN_CPU, World, cell, key, planned
@@ -46,17 +46,17 @@ def test_where_intervals_overlap_the_simpler_is_taken() -> None:
 
 
 def test_in_one_precision_a_clear_gain_of_the_median_is_enough_though_a_noisy_machine_gives_no_verdict() -> None:
-    fp32 = Cell(StepSetting("fp32"), Speed(2.8, 1.0, 1.0, 1.0, 6))
-    plain = Cell(StepSetting("bf16"), Speed(1.43, 1.86, 1.64, 2.00, 6))
-    last = Cell(StepSetting("bf16", channels_last=True), Speed(1.29, 2.36, 1.98, 2.87, 6))
-    compiled = Cell(StepSetting("bf16", channels_last=True, compile=True), Speed(1.2, 2.5, 1.82, 2.98, 6))
-    assert choose([fp32, plain, last, compiled]) is last
-    faster = Cell(compiled.setting, Speed(1.05, 2.61, 1.82, 2.98, 6))
-    assert choose([fp32, plain, last, faster]) is faster
-    few = Cell(last.setting, Speed(1.29, 2.36, 1.98, 2.87, 5))
-    assert choose([fp32, plain, few]) is plain
-    overlapping = Cell(StepSetting("bf16"), Speed(1.43, 1.86, 0.99, 2.00, 6))
-    assert choose([fp32, overlapping]) is fp32
+    fp32 = PlanCell(StepSetting("fp32"), Speed(2.8, 1.0, 1.0, 1.0, 6))
+    plain = PlanCell(StepSetting("bf16"), Speed(1.43, 1.86, 1.64, 2.00, 6))
+    last = PlanCell(StepSetting("bf16", channels_last=True), Speed(1.29, 2.36, 1.98, 2.87, 6))
+    compiled = PlanCell(StepSetting("bf16", channels_last=True, compile=True), Speed(1.2, 2.5, 1.82, 2.98, 6))
+    assert choose_cell([fp32, plain, last, compiled]) is last
+    faster = PlanCell(compiled.setting, Speed(1.05, 2.61, 1.82, 2.98, 6))
+    assert choose_cell([fp32, plain, last, faster]) is faster
+    few = PlanCell(last.setting, Speed(1.29, 2.36, 1.98, 2.87, 5))
+    assert choose_cell([fp32, plain, few]) is plain
+    overlapping = PlanCell(StepSetting("bf16"), Speed(1.43, 1.86, 0.99, 2.00, 6))
+    assert choose_cell([fp32, overlapping]) is fp32
 
 
 def test_fp32_is_kept_where_nothing_narrower_is_worth_it() -> None:
@@ -159,15 +159,15 @@ def test_batch_normalisation_needs_more_than_a_little_gain() -> None:
 
 
 def test_two_pairs_are_no_verdict() -> None:
-    base = Cell(StepSetting(), Speed(3.0, 1.0, 1.0, 1.0, 9))
-    fast = Cell(StepSetting("bf16"), Speed(1.0, 3.0, 2.9, 3.1, 2))
-    assert choose([base, fast]) is base
-    enough = Cell(StepSetting("bf16"), Speed(1.0, 3.0, 2.9, 3.1, 3))
-    assert choose([base, enough]) is enough
+    base = PlanCell(StepSetting(), Speed(3.0, 1.0, 1.0, 1.0, 9))
+    fast = PlanCell(StepSetting("bf16"), Speed(1.0, 3.0, 2.9, 3.1, 2))
+    assert choose_cell([base, fast]) is base
+    enough = PlanCell(StepSetting("bf16"), Speed(1.0, 3.0, 2.9, 3.1, 3))
+    assert choose_cell([base, enough]) is enough
 
 
 def test_the_most_promising_comes_first() -> None:
-    settings = eager_settings(StepSetting(batch=4), A100, True)
+    settings = list_eager_settings(StepSetting(batch=4), A100, True)
     assert [key(setting) for setting in settings] == [
         "bf16 last", "fp16 last", "tf32 last", "bf16", "fp16", "tf32", "fp32 last",
     ]  # fmt: skip
@@ -177,7 +177,7 @@ def test_fp8_is_measured_where_the_device_has_it_and_a_layer_can_be_converted() 
     h100 = cuda("H100", 9, 0)
     names = {
         (device.name, layers): [
-            setting.precision for setting in eager_settings(StepSetting(batch=4), device, False, layers)
+            setting.precision for setting in list_eager_settings(StepSetting(batch=4), device, False, layers)
         ]
         for device in (A100, h100)
         for layers in (0, 5)

@@ -14,9 +14,9 @@ from halfstep.measure.plan.probe import (
     FEWEST_RUNS,
     LossParity,
     Noise,
-    compare,
-    noise_of,
-    updates_for,
+    choose_update_count,
+    compare_losses,
+    compute_fp32_noise,
 )
 from halfstep.measure.setting import StepSetting
 from tests.measure.plan.clockwork import World, cell, falling, key, planned
@@ -40,8 +40,8 @@ def verdicts(sigma: float, worse: float = 0.0, runs: int = ENOUGH_RUNS) -> dict[
     found = []
     for _ in range(TRIES):
         fp32, *others = (run(chance, sigma) for _ in range(runs + 1))
-        noise = noise_of(fp32, others, 20)
-        found.append(compare(fp32, run(chance, sigma, worse), noise, 20).verdict)
+        noise = compute_fp32_noise(fp32, others, 20)
+        found.append(compare_losses(fp32, run(chance, sigma, worse), noise, 20).verdict)
     return {verdict: found.count(verdict) / TRIES for verdict in ("holds", "fails", "can't tell")}
 
 
@@ -66,27 +66,27 @@ def test_an_arm_that_is_worse_fails(sigma: float, worse: float) -> None:
 def test_what_is_not_enough_to_judge_by_is_told_as_that() -> None:
     fp32 = [falling(n) for n in range(20)]
     steady = Noise(4, 0.001)
-    assert compare(fp32, fp32, None, 20).verdict == "can't tell"
-    assert compare(fp32, fp32, steady, 0).verdict == "can't tell"
-    assert compare(fp32, fp32[:13], steady, 20).why == "13 of 20 updates were applied"
-    assert compare([math.nan] * 20, fp32, steady, 20).verdict == "can't tell"
-    assert compare(fp32, fp32, Noise(4, 0.2), 20).verdict == "can't tell"
-    assert compare(fp32, fp32, steady, 20).verdict == "holds"
-    assert noise_of(fp32, [fp32, fp32[:19]], 20) is None
-    assert noise_of(fp32, [fp32, [math.nan] * 20], 20) is None
+    assert compare_losses(fp32, fp32, None, 20).verdict == "can't tell"
+    assert compare_losses(fp32, fp32, steady, 0).verdict == "can't tell"
+    assert compare_losses(fp32, fp32[:13], steady, 20).why == "13 of 20 updates were applied"
+    assert compare_losses([math.nan] * 20, fp32, steady, 20).verdict == "can't tell"
+    assert compare_losses(fp32, fp32, Noise(4, 0.2), 20).verdict == "can't tell"
+    assert compare_losses(fp32, fp32, steady, 20).verdict == "holds"
+    assert compute_fp32_noise(fp32, [fp32, fp32[:19]], 20) is None
+    assert compute_fp32_noise(fp32, [fp32, [math.nan] * 20], 20) is None
 
 
 def test_what_needs_no_comparison_fails_at_once() -> None:
     fp32 = [falling(n) for n in range(20)]
-    assert compare(fp32, [], None, 0).why == "no update was applied"
-    assert compare(fp32, [2.0, math.inf], None, 0).verdict == "fails"
+    assert compare_losses(fp32, [], None, 0).why == "no update was applied"
+    assert compare_losses(fp32, [2.0, math.inf], None, 0).verdict == "fails"
 
 
 def test_a_loss_of_nothing_is_compared_too() -> None:
     steady = Noise(4, 0.0)
-    assert compare([0.0] * 8, [0.0] * 8, steady, 8).verdict == "holds"
-    assert compare([0.0] * 8, [1e-9] * 8, steady, 8).verdict == "fails"
-    assert compare([1e30] * 8, [1.01e30] * 8, steady, 8).verdict == "holds"
+    assert compare_losses([0.0] * 8, [0.0] * 8, steady, 8).verdict == "holds"
+    assert compare_losses([0.0] * 8, [1e-9] * 8, steady, 8).verdict == "fails"
+    assert compare_losses([1e30] * 8, [1.01e30] * 8, steady, 8).verdict == "holds"
 
 
 def test_all_arms_are_judged_after_the_same_number_of_updates() -> None:
@@ -134,7 +134,7 @@ def test_without_time_for_fp32_again_nothing_is_claimed_and_the_fastest_is_still
 
 
 def test_the_number_of_updates_follows_from_the_time_alone() -> None:
-    assert updates_for(180, 5.0, 0.01) == 20
-    assert FEWEST <= updates_for(180, 5.0, 1.0) < 20
-    assert updates_for(180, 5.0, 3.0) == 0
-    assert updates_for(180, 500.0, 0.1) == 0
+    assert choose_update_count(180, 5.0, 0.01) == 20
+    assert FEWEST <= choose_update_count(180, 5.0, 1.0) < 20
+    assert choose_update_count(180, 5.0, 3.0) == 0
+    assert choose_update_count(180, 500.0, 0.1) == 0

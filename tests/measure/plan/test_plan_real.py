@@ -11,9 +11,9 @@ from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import Case
 from halfstep.measure.local_candidate import LocalCandidate
 from halfstep.measure.plan.plan import HERE, plan
-from halfstep.measure.plan.probe import compare, noise_of
-from halfstep.measure.plan.race import MemoryFit, free_bytes
-from halfstep.measure.plan.search import facts_of
+from halfstep.measure.plan.probe import compare_losses, compute_fp32_noise
+from halfstep.measure.plan.race import MemoryFit, find_free_memory
+from halfstep.measure.plan.search import collect_case_facts
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.worker_process import CandidateFailed, CandidateProcess
@@ -75,9 +75,9 @@ def test_a_nudge_moves_every_weight_a_little_and_the_same_way_each_time() -> Non
 def test_bf16_keeps_parity_on_a_real_model_and_a_broken_one_does_not() -> None:
     case = LINEAR.open()
     fp32, bf16 = (Candidate(case, StepSetting(name)).losses(20) for name in ("fp32", "bf16"))
-    noise = noise_of(fp32, [nudged(case, seed) for seed in (1, 2, 3, 4)], 20)
-    assert compare(fp32, bf16, noise, 20).verdict == "holds"
-    assert compare(fp32, [loss * 1.1 for loss in bf16], noise, 20).verdict == "fails"
+    noise = compute_fp32_noise(fp32, [nudged(case, seed) for seed in (1, 2, 3, 4)], 20)
+    assert compare_losses(fp32, bf16, noise, 20).verdict == "holds"
+    assert compare_losses(fp32, [loss * 1.1 for loss in bf16], noise, 20).verdict == "fails"
 
 
 def nudged(case: Case, seed: int) -> list[float]:
@@ -99,15 +99,15 @@ def test_what_compiles_nothing_is_told() -> None:
 
 
 def test_facts_are_read_from_the_case() -> None:
-    facts = facts_of(Subject("tests.support.cases:convolutions").open())
+    facts = collect_case_facts(Subject("tests.support.cases:convolutions").open())
     assert (facts.has_images, facts.has_batch_norm, facts.samples) == (True, True, 4)
     assert (facts.optimizer, facts.learning_rate) == ("AdamW", 1e-4)
-    recipe = facts_of(Subject("classification_tiny", ("train.batch_size=6", "train.microbatches=2")).open())
+    recipe = collect_case_facts(Subject("classification_tiny", ("train.batch_size=6", "train.microbatches=2")).open())
     assert (recipe.samples, recipe.now.batch, recipe.now.microbatches) == (12, 6, 2)
 
 
 def test_free_memory_is_known_here_and_unknown_memory_holds_everything() -> None:
-    free = free_bytes(torch.device("cpu"))
+    free = find_free_memory(torch.device("cpu"))
     assert free is None or 2**20 < free < 2**60
     assert MemoryFit(None, lambda setting: 2**60).fits(StepSetting())
     assert not MemoryFit(2**30, lambda setting: 2**30).fits(StepSetting())

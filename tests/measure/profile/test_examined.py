@@ -11,24 +11,24 @@ from torch import Tensor, nn
 
 from halfstep import island
 from halfstep.measure.candidate import Candidate
-from halfstep.measure.case import case_of
-from halfstep.measure.profile.examined import Examined, fp32_means, warm_up
+from halfstep.measure.case import build_case
+from halfstep.measure.profile.examined import ProfiledCase, measure_warm_up, name_fp32_precision
 from halfstep.measure.profile.operations import (
     TINY,
     ProfilerEvent,
-    channels,
-    kernels_of,
-    look,
-    measured,
-    misaligned_groups,
-    padded,
-    summed,
+    build_padded_layer,
+    find_layer_channels,
+    group_misaligned_layers,
+    measure_misaligned_layer,
+    measure_step_kernels,
+    record_step_layers,
+    sum_profiler_events,
 )
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.timing import Stopwatch
-from halfstep.precision.flags import fp32_scope
-from halfstep.precision.precision import precision_named
+from halfstep.precision.flags import create_fp32_scope
+from halfstep.precision.precision import resolve_precision_name
 from tests.support.cases import loss_fn
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def on_cpu() -> list[ProfilerEvent]:
 
 
 def test_time_is_shared_out_among_parts_of_the_step_that_was_disturbed_least() -> None:
-    found = summed(on_cpu())
+    found = sum_profiler_events(on_cpu())
     assert found.shares == pytest.approx(
         {"narrow": 0.45, "fp32": 0.10, "copies": 0.10, "update": 0.10, "other": 0.05, "host": 0.20}
     )
@@ -70,9 +70,9 @@ def test_time_is_shared_out_among_parts_of_the_step_that_was_disturbed_least() -
 def test_long_gaps_between_operations_belong_to_the_line_that_ran_in_them() -> None:
     lines = [(at * MS, "mine.py:7") for at in range(77, 80)] + [(97 * MS, None), (250 * MS, "mine.py:9")]
     # 3 ms between backward and update; the 5 ms at the end are nobody's.
-    assert summed(on_cpu(), lines).code == {"mine.py:7": pytest.approx(0.05)}
+    assert sum_profiler_events(on_cpu(), lines).code == {"mine.py:7": pytest.approx(0.05)}
     busy = [*on_cpu(), ProfilerEvent("kernel", 77 * MS, 83 * MS, asked_by=2, on_device=True)]
-    assert summed(busy, lines).code == {}, "an accelerator computes meanwhile"
+    assert sum_profiler_events(busy, lines).code == {}, "an accelerator computes meanwhile"
 
 
 class Sleepy(nn.Module):
@@ -86,10 +86,10 @@ class Sleepy(nn.Module):
 
 
 def test_a_line_that_waits_in_forward_is_named() -> None:
-    case = case_of(Sleepy(), lambda model, x: model(x).square().mean(), torch.randn(4, 8))
+    case = build_case(Sleepy(), lambda model, x: model(x).square().mean(), torch.randn(4, 8))
     arm = Candidate(case, StepSetting("fp32"), observe=False)
     arm.step()
-    (line, share), *_ = kernels_of(arm.step, CPU).code.items()
+    (line, share), *_ = measure_step_kernels(arm.step, CPU).code.items()
     assert line.partition(":")[0].endswith("test_examined.py")
     assert share > 0.5
 
@@ -97,7 +97,9 @@ def test_a_line_that_waits_in_forward_is_named() -> None:
 def test_switches_that_the_case_left_on_are_timed_without_and_left_as_they_were() -> None:
     threads = torch.get_num_threads()
     with torch.autograd.set_detect_anomaly(True):
-        examined = Examined(case_of(nn.Linear(8, 8), loss_fn, (torch.randn(4, 8), torch.randn(4, 8))), "fp32", "cpu")
+        examined = ProfiledCase(
+            build_case(nn.Linear(8, 8), loss_fn, (torch.randn(4, 8), torch.randn(4, 8))), "fp32", "cpu"
+        )
         found = {one.name: one for one in examined.switches(0.05).switches}
         assert torch.is_anomaly_enabled()
     assert found["anomaly mode"].without > 0
@@ -114,7 +116,7 @@ def test_an_accelerators_own_time_counts_and_the_rest_is_the_hosts() -> None:
         ProfilerEvent("sm80_xmma_gemm_bf16", 5 * MS, 35 * MS, asked_by=2, on_device=True),
         ProfilerEvent("elementwise_kernel", 35 * MS, 45 * MS, asked_by=4, on_device=True),
     ]
-    found = summed(events)
+    found = sum_profiler_events(events)
     assert found.shares["narrow"] == pytest.approx(0.30)
     assert found.shares["copies"] == pytest.approx(0.10)
     assert found.shares["host"] == pytest.approx(0.60)
@@ -138,11 +140,11 @@ def test_an_accelerators_own_time_counts_and_the_rest_is_the_hosts() -> None:
 def test_matrix_work_is_known_by_its_whole_name(names: str, part: str) -> None:
     for name in names.split():
         events = [ProfilerEvent(STEP, 0, MS, number=1), ProfilerEvent(f"aten::{name}", 0, MS, number=2, dtypes=FP32)]
-        assert summed(events).shares[part] == pytest.approx(1.0), name
+        assert sum_profiler_events(events).shares[part] == pytest.approx(1.0), name
 
 
 def test_without_events_everything_is_the_hosts() -> None:
-    assert summed([]).shares["host"] == 1.0
+    assert sum_profiler_events([]).shares["host"] == 1.0
 
 
 def test_the_profiler_is_heard() -> None:
@@ -153,11 +155,11 @@ def test_the_profiler_is_heard() -> None:
             model(given).float().sum().backward()
 
     step()
-    found = kernels_of(step, CPU, steps=2)
+    found = measure_step_kernels(step, CPU, steps=2)
     assert sum(found.shares.values()) == pytest.approx(1.0)
     assert found.shares["narrow"] > 0.05
     assert found.shares["fp32"] < 0.05
-    wide = kernels_of(lambda: model(given).sum().backward(), CPU, steps=2)
+    wide = measure_step_kernels(lambda: model(given).sum().backward(), CPU, steps=2)
     assert wide.shares["narrow"] == 0.0
     assert wide.shares["fp32"] > 0.2
 
@@ -181,22 +183,22 @@ def net() -> tuple[nn.Module, Any, Any]:
 
 
 def test_layers_with_odd_channels_are_found_by_name_with_their_work() -> None:
-    arm = Candidate(case_of(*net()), StepSetting("bf16"), observe=False)
-    looked = look(arm.model, arm.step)
-    groups = misaligned_groups(looked)
+    arm = Candidate(build_case(*net()), StepSetting("bf16"), observe=False)
+    looked = record_step_layers(arm.model, arm.step)
+    groups = group_misaligned_layers(looked)
     assert [[layer.name for layer in layers] for layers, _ in groups] == [["body.0", "body.2"], ["stem"]]
     assert sum(share for _, share in groups) <= 1.0
     assert groups[0][1] > groups[1][1] > 0.05
     assert looked.work.by_format == {"bf16": sum(looked.flops.values())}
     assert looked.work.wide == {}
-    assert channels(arm.model.get_submodule("depthwise")) is None
+    assert find_layer_channels(arm.model.get_submodule("depthwise")) is None
     assert "even" not in {layer.name for layer in looked.layers}  # it did not run
 
 
 def test_work_in_fp32_is_put_down_to_the_island_it_is_on() -> None:
     model, loss, batch = net()
-    arm = Candidate(case_of(island(model, "body"), loss, batch), StepSetting("bf16"), observe=False)
-    work = look(arm.model, arm.step).work
+    arm = Candidate(build_case(island(model, "body"), loss, batch), StepSetting("bf16"), observe=False)
+    work = record_step_layers(arm.model, arm.step).work
     assert list(work.wide) == ["body"]
     assert work.islands == ("body",)
     assert work.wide["body"] == work.by_format["fp32"]
@@ -215,9 +217,9 @@ def test_work_in_fp32_is_put_down_to_the_island_it_is_on() -> None:
 def test_a_padded_layer_is_the_same_but_for_its_channels(
     layer: Any, shape: tuple[int, ...], then: tuple[int, int]
 ) -> None:
-    wide = padded(layer)
+    wide = build_padded_layer(layer)
     assert type(wide) is type(layer)
-    assert channels(wide) == then
+    assert find_layer_channels(wide) == then
     assert (wide.bias is None) == (layer.bias is None)
     where = -1 if isinstance(layer, nn.Linear) else 1
     given = list(shape)
@@ -230,9 +232,9 @@ def test_a_padded_layer_is_the_same_but_for_its_channels(
 
 
 def test_padding_is_timed_on_what_came_into_the_layer() -> None:
-    arm = Candidate(case_of(*net()), StepSetting("bf16"), observe=False)
-    (layers, share), *_ = misaligned_groups(look(arm.model, arm.step))
-    found = measured(layers, share, precision_named("bf16"), CPU, seconds=0.05)
+    arm = Candidate(build_case(*net()), StepSetting("bf16"), observe=False)
+    (layers, share), *_ = group_misaligned_layers(record_step_layers(arm.model, arm.step))
+    found = measure_misaligned_layer(layers, share, resolve_precision_name("bf16"), CPU, seconds=0.05)
     assert found.names == ("body.0", "body.2")
     assert (found.channels, found.padded) == ("12->12", "16->16")
     assert found.seconds > 0 < found.padded_seconds
@@ -245,15 +247,15 @@ class Own(nn.Linear):
 
 
 def test_layers_that_padding_cannot_be_compared_with_are_passed_over() -> None:
-    assert channels(Own(9, 9)) is None
+    assert find_layer_channels(Own(9, 9)) is None
     replaced = nn.Linear(9, 9)
     replaced.forward = lambda given: given  # type: ignore[method-assign]
-    assert channels(replaced) is None
+    assert find_layer_channels(replaced) is None
     model, loss, batch = net()
-    arm = Candidate(case_of(island(model, "body"), loss, batch), StepSetting("bf16"), observe=False)
-    looked = look(arm.model, arm.step)
+    arm = Candidate(build_case(island(model, "body"), loss, batch), StepSetting("bf16"), observe=False)
+    looked = record_step_layers(arm.model, arm.step)
     assert {"body.0", "body.2"} <= looked.wide
-    assert [[layer.name for layer in layers] for layers, _ in misaligned_groups(looked, without=looked.wide)] == [
+    assert [[layer.name for layer in layers] for layers, _ in group_misaligned_layers(looked, without=looked.wide)] == [
         ["stem"]
     ]
 
@@ -261,40 +263,40 @@ def test_layers_that_padding_cannot_be_compared_with_are_passed_over() -> None:
 def test_a_padded_layer_computes_the_gradients_that_the_layer_computes() -> None:
     model, loss, batch = net()
     model.get_submodule("stem").weight.requires_grad_(False)  # type: ignore[union-attr]
-    arm = Candidate(case_of(model, loss, batch), StepSetting("bf16"), observe=False)
-    stem = next(layer for layer in look(arm.model, arm.step).layers if layer.name == "stem")
+    arm = Candidate(build_case(model, loss, batch), StepSetting("bf16"), observe=False)
+    stem = next(layer for layer in record_step_layers(arm.model, arm.step).layers if layer.name == "stem")
     assert not stem.needs_gradient  # the first one
-    wide = padded(stem.module)
+    wide = build_padded_layer(stem.module)
     assert [p.requires_grad for p in wide.parameters()] == [False, True]
     for parameter in stem.module.parameters():
         parameter.requires_grad_(False)
-    assert measured([stem], 1.0, precision_named("bf16"), CPU, seconds=0.01).kind == "Conv2d"
+    assert measure_misaligned_layer([stem], 1.0, resolve_precision_name("bf16"), CPU, seconds=0.01).kind == "Conv2d"
 
 
 def test_switches_that_make_fp32_faster_are_read() -> None:
-    assert fp32_means(CPU) == "ieee"
-    with fp32_scope("tf32", CPU):
-        assert fp32_means(CPU) == "tf32"
+    assert name_fp32_precision(CPU) == "ieee"
+    with create_fp32_scope("tf32", CPU):
+        assert name_fp32_precision(CPU) == "tf32"
     conv: Any = torch.backends.mkldnn.conv  # type: ignore[attr-defined]
     before = conv.fp32_precision
     try:
         conv.fp32_precision = "bf16"
-        assert fp32_means(CPU) == "bf16"
+        assert name_fp32_precision(CPU) == "bf16"
     finally:
         conv.fp32_precision = before
-    assert fp32_means(CPU) == "ieee"
-    assert fp32_means(torch.device("meta")) == "ieee"
+    assert name_fp32_precision(CPU) == "ieee"
+    assert name_fp32_precision(torch.device("meta")) == "ieee"
 
 
 def test_code_that_asks_for_nothing_is_profiled_in_what_suits_the_device() -> None:
     case = Subject("tests.support.cases:linear").open()
-    assert Examined(case, "bfloat16").precision.name == "bf16"
-    assert Examined(case, "fp32").precision.name == "fp32"
-    assert Examined(case).precision.name in ("bf16", "fp16", "fp32")
+    assert ProfiledCase(case, "bfloat16").precision.name == "bf16"
+    assert ProfiledCase(case, "fp32").precision.name == "fp32"
+    assert ProfiledCase(case).precision.name in ("bf16", "fp16", "fp32")
 
 
 def test_a_precision_that_a_run_would_refuse_is_described_and_not_timed() -> None:
-    examined = Examined(Subject("tests.support.cases:linear").open(), "tf32")
+    examined = ProfiledCase(Subject("tests.support.cases:linear").open(), "tf32")
     assert examined.facts.passed_over is True
     assert examined.facts.native is False
     assert "tf32" in examined.facts.why
@@ -313,13 +315,13 @@ def test_compilations_are_counted_step_by_step() -> None:
         calls += 1
         compiled(torch.ones(2, 4), calls)
 
-    found = warm_up(always, Stopwatch(CPU), seconds=60)
+    found = measure_warm_up(always, Stopwatch(CPU), seconds=60)
     assert len(found.compiled) >= 4
     assert all(found.compiled[1:5])
     assert "number" in found.reason
     assert all(spent <= took for spent, took in zip(found.compiling, found.seconds, strict=True))
     torch._dynamo.reset()
-    once = warm_up(lambda: compiled(torch.ones(2, 4), 3), Stopwatch(CPU), seconds=60)
+    once = measure_warm_up(lambda: compiled(torch.ones(2, 4), 3), Stopwatch(CPU), seconds=60)
     assert once.compiled[0] > 0
     assert not any(once.compiled[1:])
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ import torch
 from halfstep import Counted
 from halfstep.errors import HalfstepError, WrongUse
 from halfstep.measure.profile import reading
-from halfstep.measure.profile.examined import STAGES, Examined
+from halfstep.measure.profile.examined import STAGES, ProfiledCase
 from halfstep.measure.profile.facts import ProfileFacts
 from halfstep.measure.profile.profile import profile
 from halfstep.measure.subject import Subject
@@ -129,7 +129,7 @@ def test_a_race_takes_the_pairs_that_a_claim_needs_even_where_time_is_short() ->
 def test_an_interrupted_race_keeps_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
     model, loss, batch = linear()
-    raced = Examined.race
+    raced = ProfiledCase.race
 
     def interrupting(model: Any, batch: Any) -> Any:
         nonlocal calls
@@ -140,7 +140,7 @@ def test_an_interrupted_race_keeps_its_pairs(monkeypatch: pytest.MonkeyPatch) ->
 
     racing = 0
 
-    def racing_now(examined: Examined, seconds: float) -> ProfileFacts:
+    def racing_now(examined: ProfiledCase, seconds: float) -> ProfileFacts:
         nonlocal racing
         racing = 1
         return raced(examined, seconds)
@@ -193,35 +193,35 @@ def test_what_was_measured_before_an_interruption_is_kept(stage: str, monkeypatc
 
 @pytest.mark.wording
 def test_reading_can_be_looked_at_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    reading.main([f"{HERE}:slow_dataset"])
+    reading.print_read_time([f"{HERE}:slow_dataset"])
     took = float(capsys.readouterr().out.split()[0])
     assert took >= 320.0  # 16 samples of 20 ms
     with pytest.raises(WrongUse, match="one batch"):
-        reading.main(["tests.support.cases:linear"])
+        reading.print_read_time(["tests.support.cases:linear"])
     with pytest.raises(WrongUse, match="nothing to read"):
-        reading.main([])
+        reading.print_read_time([])
 
 
 def test_the_own_fp32_is_run_as_the_other_arms_are() -> None:
-    from halfstep.measure.case import case_of
+    from halfstep.measure.case import build_case
     from halfstep.measure.profile.examined import PlainStep
     from halfstep.measure.setting import StepSetting
     from tests.support.cases import convolutions
 
-    plain = PlainStep(case_of(*convolutions()), torch.device("cpu"), StepSetting(channels_last=True, batch=6))
+    plain = PlainStep(build_case(*convolutions()), torch.device("cpu"), StepSetting(channels_last=True, batch=6))
     assert plain._batch[0].shape[0] == 6
     assert plain._batch[0].is_contiguous(memory_format=torch.channels_last)
     plain.step()
 
 
 def test_a_loss_of_sum_and_count_has_an_fp32_of_its_own() -> None:
-    from halfstep.measure.case import case_of
+    from halfstep.measure.case import build_case
     from halfstep.measure.profile.examined import PlainStep
     from halfstep.measure.setting import StepSetting
 
     model, _, batch = linear()
     plain = PlainStep(
-        case_of(model, lambda m, b: Counted(loss_fn(m, b) * 8, 8), batch), torch.device("cpu"), StepSetting()
+        build_case(model, lambda m, b: Counted(loss_fn(m, b) * 8, 8), batch), torch.device("cpu"), StepSetting()
     )
     before = [p.detach().clone() for p in plain._model.parameters()]
     plain.step()

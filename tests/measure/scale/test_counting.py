@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import Stepper, island
 from halfstep.errors import UnknownName, WrongUse
-from halfstep.measure.case import Case, case_of
+from halfstep.measure.case import Case, build_case
 from halfstep.measure.scale.counting import (
     AGREEMENT,
     GATHER,
@@ -21,13 +21,13 @@ from halfstep.measure.scale.counting import (
     Collective,
     LazyChunks,
     RankCounts,
-    count,
+    count_rank_bytes,
 )
-from halfstep.measure.scale.layout import Group, RankLayout, layouts, ranks_and_nodes
-from halfstep.measure.scale.traffic import LinkTraffic, links_of, times, traffic_of
-from halfstep.measure.scale.upkeep import goodput
+from halfstep.measure.scale.layout import CollectiveGroup, RankLayout, list_layouts, resolve_ranks_and_nodes
+from halfstep.measure.scale.traffic import LinkTraffic, compute_link_traffic, estimate_step_seconds, find_device_links
+from halfstep.measure.scale.upkeep import estimate_goodput
 from halfstep.measure.setting import StepSetting
-from halfstep.step.shard_units import shard_units
+from halfstep.step.shard_units import list_shard_units
 from halfstep.train.save_interval import PUBLISHED
 from tests.support.ranks import Ranks
 
@@ -64,7 +64,7 @@ def loss(model: nn.Module, words: Tensor) -> Tensor:
 
 
 def case() -> Case:
-    return case_of(Net(), loss, torch.randint(0, 100, (4, 8)))
+    return build_case(Net(), loss, torch.randint(0, 100, (4, 8)))
 
 
 class Sent(TorchDispatchMode):
@@ -91,7 +91,7 @@ def really(rank: int, replicas: int, shard: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (replicas, shard), mesh_dim_names=names)
     made = case()
     model: Any = made.model
-    for unit in shard_units(model, torch.bfloat16):
+    for unit in list_shard_units(model, torch.bfloat16):
         over = mesh if replicas > 1 else mesh["shard"]
         fully_shard(list(unit.modules), mesh=over, mp_policy=unit.policy(torch.bfloat16))
     optimizer = made.optimizer(model)
@@ -117,7 +117,7 @@ def held_against_real_ranks(ranks: int, replicas: int, shard: int) -> None:
         found = started(really, replicas, shard)
     finally:
         started.stop()
-    counted = count(case, StepSetting("bf16"), RankLayout(ranks, 1, shard))
+    counted = count_rank_bytes(case, StepSetting("bf16"), RankLayout(ranks, 1, shard))
     assert counted.state == pytest.approx(max(real["state"] for real in found), rel=WITHIN)
     assert found[0]["calls"] == len(counted.collectives) - 1  # the agreement is the Stepper's
     names = {"_allgather_base_": (GATHER,), "_reduce_scatter_base_": (SCATTER,), "allreduce_": (REDUCE, AGREEMENT)}
@@ -147,24 +147,24 @@ def of_kind(counted: RankCounts, kind: str) -> list[Collective]:
 
 def test_the_agreement_of_the_stepper_is_one_small_all_reduce() -> None:
     for shard in (1, 2):
-        (agreement,) = of_kind(count(case, StepSetting("bf16"), RankLayout(8, 1, shard)), AGREEMENT)
+        (agreement,) = of_kind(count_rank_bytes(case, StepSetting("bf16"), RankLayout(8, 1, shard)), AGREEMENT)
         assert agreement.bytes == 16 * 8
-        assert agreement.group == Group(8, 8)
+        assert agreement.group == CollectiveGroup(8, 8)
 
 
 def test_in_flight_is_two_units_gathered_and_one_being_reduced() -> None:
     def two_layers() -> Case:
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
-        return case_of(model, lambda net, x: net(x).float().sum(), torch.randn(2, 64))
+        return build_case(model, lambda net, x: net(x).float().sum(), torch.randn(2, 64))
 
-    counted = count(two_layers, StepSetting("bf16"), RankLayout(8, 1, 8))
+    counted = count_rank_bytes(two_layers, StepSetting("bf16"), RankLayout(8, 1, 8))
     elements = 64 * 64
     assert counted.in_flight == 2 * elements * 2 + elements * 2 + elements * 4
 
 
 def test_rows_fewer_than_ranks_are_padded_and_hsdp_avoids_it() -> None:
-    many = count(case, StepSetting("bf16"), RankLayout(1024, 128, 1024))
-    few = count(case, StepSetting("bf16"), RankLayout(1024, 128, 8))
+    many = count_rank_bytes(case, StepSetting("bf16"), RankLayout(1024, 128, 1024))
+    few = count_rank_bytes(case, StepSetting("bf16"), RankLayout(1024, 128, 8))
     assert many.padded > 10
     assert few.padded < 1.1
     # One row of the widest parameters is the least that a rank can hold of them.
@@ -173,19 +173,19 @@ def test_rows_fewer_than_ranks_are_padded_and_hsdp_avoids_it() -> None:
 
 
 def test_gathers_repeat_with_micro_batches_and_reductions_do_not() -> None:
-    one, four = (count(case, StepSetting("bf16", microbatches=n), RankLayout(8, 1, 8)) for n in (1, 4))
+    one, four = (count_rank_bytes(case, StepSetting("bf16", microbatches=n), RankLayout(8, 1, 8)) for n in (1, 4))
     assert len(of_kind(four, GATHER)) == 4 * len(of_kind(one, GATHER))
     assert len(of_kind(four, SCATTER)) == len(of_kind(one, SCATTER))
 
 
 def test_fp32_gathers_twice_the_bytes_of_bf16() -> None:
-    wide, narrow = (count(case, StepSetting(name), RankLayout(8, 1, 8)) for name in ("fp32", "bf16"))
+    wide, narrow = (count_rank_bytes(case, StepSetting(name), RankLayout(8, 1, 8)) for name in ("fp32", "bf16"))
     assert sum(c.bytes for c in of_kind(wide, GATHER)) > 1.9 * sum(c.bytes for c in of_kind(narrow, GATHER))
     assert wide.state == narrow.state
 
 
 def test_ddp_reduces_every_gradient_once_and_sends_buffers() -> None:
-    counted = count(case, StepSetting("bf16"), RankLayout(8, 1, 1))
+    counted = count_rank_bytes(case, StepSetting("bf16"), RankLayout(8, 1, 1))
     size = sum(p.nbytes for p in Net().parameters())
     assert sum(c.bytes for c in of_kind(counted, REDUCE)) == size == counted.gradients == counted.weights
     assert sum(c.bytes for c in of_kind(counted, "broadcast")) == sum(b.nbytes for b in Net().buffers())
@@ -202,28 +202,28 @@ def test_chunks_are_those_of_torch(rows: int, chunks: int) -> None:
 
 
 def test_links_carry_what_a_node_lacks_once() -> None:
-    gather = Collective(GATHER, 1600, Group(16, 8), "forward")
-    assert traffic_of(gather) == LinkTraffic(1500 - 100, 100)
-    assert traffic_of(gather._replace(kind=REDUCE)) == LinkTraffic(2 * 1400, 200)
-    assert traffic_of(Collective(GATHER, 800, Group(8, 8), "forward")) == LinkTraffic(700, 0)
-    assert traffic_of(Collective(REDUCE, 400, Group(4, 1), "backward")) == LinkTraffic(0, 600)
+    gather = Collective(GATHER, 1600, CollectiveGroup(16, 8), "forward")
+    assert compute_link_traffic(gather) == LinkTraffic(1500 - 100, 100)
+    assert compute_link_traffic(gather._replace(kind=REDUCE)) == LinkTraffic(2 * 1400, 200)
+    assert compute_link_traffic(Collective(GATHER, 800, CollectiveGroup(8, 8), "forward")) == LinkTraffic(700, 0)
+    assert compute_link_traffic(Collective(REDUCE, 400, CollectiveGroup(4, 1), "backward")) == LinkTraffic(0, 600)
 
 
 def test_seconds_are_bytes_over_bandwidth_and_computing_hides_them() -> None:
-    links = links_of("h100-80gb")
+    links = find_device_links("h100-80gb")
     assert links is not None
-    counted = count(case, StepSetting("bf16"), RankLayout(1024, 128, 1024))
-    found = times(counted, links, 1)
+    counted = count_rank_bytes(case, StepSetting("bf16"), RankLayout(1024, 128, 1024))
+    found = estimate_step_seconds(counted, links, 1)
     assert found is not None
     assert 0 < found.exposed <= found.communication
-    hidden = times(counted, links, 10**9)
+    hidden = estimate_step_seconds(counted, links, 10**9)
     assert hidden is not None
     assert hidden.exposed == 0
-    assert times(counted, None, 1) is None
+    assert estimate_step_seconds(counted, None, 1) is None
 
 
 def test_the_save_interval_is_youngs() -> None:
-    llama = goodput(PUBLISHED[0], 1024, stall=2.0, restart=0.0)
+    llama = estimate_goodput(PUBLISHED[0], 1024, stall=2.0, restart=0.0)
     assert llama.mean_time_between_failures == pytest.approx(54 * 24 * 3600 / 419 * 16, rel=1e-9)
     assert llama.save_every == pytest.approx((2 * 2.0 * llama.mean_time_between_failures) ** 0.5)
     worse = [
@@ -234,9 +234,9 @@ def test_the_save_interval_is_youngs() -> None:
 
 
 def test_auto_tries_the_least_sharding_first() -> None:
-    found = [str(layout) for layout in layouts(64, 8, "auto", None)]
+    found = [str(layout) for layout in list_layouts(64, 8, "auto", None)]
     assert found == ["ddp", "hsdp 8×8", "hsdp 4×16", "hsdp 2×32", "fsdp"]
-    assert [str(layout) for layout in layouts(8, 1, "auto", None)] == ["ddp", "fsdp"]
+    assert [str(layout) for layout in list_layouts(8, 1, "auto", None)] == ["ddp", "fsdp"]
 
 
 @pytest.mark.wording
@@ -255,16 +255,16 @@ def test_auto_tries_the_least_sharding_first() -> None:
 )
 def test_ranks_that_cannot_be_are_refused(world: int, nodes: int, sharding: str, shard: int, said: str) -> None:
     with pytest.raises(WrongUse, match=said):
-        layouts(*ranks_and_nodes(world, nodes), sharding, shard)
+        list_layouts(*resolve_ranks_and_nodes(world, nodes), sharding, shard)
 
 
 @pytest.mark.wording
 def test_an_unknown_sharding_is_named() -> None:
     with pytest.raises(UnknownName, match="zero3"):
-        layouts(8, 1, "zero3", None)
+        list_layouts(8, 1, "zero3", None)
 
 
 def test_a_world_of_one_needs_nothing() -> None:
-    counted = count(case, StepSetting("fp32"), RankLayout(1, 1, 1))
+    counted = count_rank_bytes(case, StepSetting("fp32"), RankLayout(1, 1, 1))
     assert counted.collectives == ()
     assert counted.in_flight == 0

@@ -16,14 +16,30 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from halfstep.data.image_files import DEEPEST, FORMATS, MOST_BYTES, MOST_PIXELS, SUFFIXES, orientation, stream_of
-from halfstep.data.layout import ALL, SEGMENTATION, Layout, SplitFolder, held_out_exactly, places_of, usual_share
-from halfstep.data.mask_classes import MaskCounts, MaskReading, counts_in, read_masks_as
+from halfstep.data.image_files import (
+    DEEPEST,
+    FORMATS,
+    MOST_BYTES,
+    MOST_PIXELS,
+    SUFFIXES,
+    open_regular_file,
+    read_exif_orientation,
+)
+from halfstep.data.layout import (
+    ALL,
+    SEGMENTATION,
+    Layout,
+    SplitFolder,
+    choose_validation_share,
+    compute_split_positions,
+    select_validation_exactly,
+)
+from halfstep.data.mask_classes import MaskCounts, MaskReading, count_mask_values, infer_mask_reading
 from halfstep.status_line import OnProgress
 
 
 @dataclass
-class Names:
+class FolderPaths:
     """Paths below a folder, by kind."""
 
     images: list[str] = field(default_factory=list)
@@ -41,17 +57,17 @@ class Names:
     """Pipes, sockets and devices."""
 
 
-def names_below(root: Path) -> Names:
+def list_folder_paths(root: Path) -> FolderPaths:
     """List a folder; nothing in it raises."""
-    found = Names()
-    _walk(root, "", os.path.realpath(root), 0, found)
+    found = FolderPaths()
+    _collect_paths(root, "", os.path.realpath(root), 0, found)
     # scandir's order is the file system's.
     for names in vars(found).values():
         names.sort()
     return found
 
 
-def _walk(root: Path, under: str, boundary: str, depth: int, found: Names) -> None:
+def _collect_paths(root: Path, under: str, boundary: str, depth: int, found: FolderPaths) -> None:
     if depth > DEEPEST:
         found.deep.append(under)
         return
@@ -62,14 +78,14 @@ def _walk(root: Path, under: str, boundary: str, depth: int, found: Names) -> No
         return
     for entry in entries:
         path = os.path.join(under, entry.name)
-        kind = _kind(entry, boundary)
+        kind = _classify_entry(entry, boundary)
         if kind == "folder":
-            _walk(root, path, boundary, depth + 1, found)
+            _collect_paths(root, path, boundary, depth + 1, found)
         else:
             getattr(found, kind).append(path)
 
 
-def _kind(entry: os.DirEntry[str], boundary: str) -> str:
+def _classify_entry(entry: os.DirEntry[str], boundary: str) -> str:
     if entry.name.startswith("."):
         return "hidden"
     try:
@@ -123,28 +139,28 @@ class FileFacts:
         return bool(self.format) and not self.path.lower().endswith(endings)
 
 
-def look(path: str, as_mask: bool) -> FileFacts:
+def examine_file(path: str, as_mask: bool) -> FileFacts:
     """Read a file to its end and describe it; nothing is raised."""
-    fault = _check_before_opening(path)
+    fault = _find_file_fault(path)
     if fault:
         return FileFacts(path, fault)
     with warnings.catch_warnings():
         # Pillow warns of damaged metadata, which training ignores as well.
         warnings.simplefilter("ignore")
         try:
-            with stream_of(path) as stream, Image.open(stream, formats=FORMATS) as image:
-                return _describe_file(path, image, as_mask)
+            with open_regular_file(path) as stream, Image.open(stream, formats=FORMATS) as image:
+                return _collect_file_facts(path, image, as_mask)
         except (UnidentifiedImageError, Image.DecompressionBombError) as error:
             return FileFacts(path, NO_IMAGE if isinstance(error, UnidentifiedImageError) else HUGE)
         except Exception:  # decoders raise anything on damaged input
             return FileFacts(path, DAMAGED)
 
 
-def look_at_all(files: Sequence[tuple[str, bool]], told: Callable[[int, int], None]) -> Iterator[FileFacts]:
+def examine_files(files: Sequence[tuple[str, bool]], told: Callable[[int, int], None]) -> Iterator[FileFacts]:
     """Yield the description of every (path, is a mask) in order, on all cores where there are many files."""
     if len(files) <= FEW:
         for done, one in enumerate(files, 1):
-            yield look(*one)
+            yield examine_file(*one)
             told(done, len(files))
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -156,7 +172,7 @@ def look_at_all(files: Sequence[tuple[str, bool]], told: Callable[[int, int], No
         while True:
             # A bounded number of jobs: a million files must not become a million futures.
             waiting += [
-                pool.submit(_sample_files, files[i : i + AT_A_TIME]) for i in islice(left, 4 * cores - len(waiting))
+                pool.submit(_examine_batch, files[i : i + AT_A_TIME]) for i in islice(left, 4 * cores - len(waiting))
             ]
             if not waiting:
                 return
@@ -166,11 +182,11 @@ def look_at_all(files: Sequence[tuple[str, bool]], told: Callable[[int, int], No
             told(done, len(files))
 
 
-def _sample_files(files: Sequence[tuple[str, bool]]) -> list[FileFacts]:
-    return [look(*one) for one in files]
+def _examine_batch(files: Sequence[tuple[str, bool]]) -> list[FileFacts]:
+    return [examine_file(*one) for one in files]
 
 
-def _check_before_opening(path: str) -> str:
+def _find_file_fault(path: str) -> str:
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             facts = os.fstat(file.fileno())
@@ -181,20 +197,22 @@ def _check_before_opening(path: str) -> str:
     return EMPTY if facts.st_size == 0 else HUGE if facts.st_size > MOST_BYTES else ""
 
 
-def _describe_file(path: str, image: Image.Image, as_mask: bool) -> FileFacts:
+def _collect_file_facts(path: str, image: Image.Image, as_mask: bool) -> FileFacts:
     size, stored, frames = image.size, str(image.mode), int(getattr(image, "n_frames", 1))
     if size[0] * size[1] > MOST_PIXELS:
         return FileFacts(path, HUGE, str(image.format), stored, size)
-    bits = _bits_per_channel(image)
+    bits = _read_channel_bits(image)
     # Image.open reads the header only: damage further on shows when the pixels are decoded.
     image.load()
-    counts = counts_in(image) if as_mask else None
+    counts = count_mask_values(image) if as_mask else None
     # Of the pixels, not the file: a copy saved again with other metadata is still a copy.
     digest = hashlib.blake2b(f"{image.mode} {size}".encode() + image.tobytes(), digest_size=16).hexdigest()
-    return FileFacts(path, "", str(image.format), stored, size, orientation(image), frames, bits, digest, counts)
+    return FileFacts(
+        path, "", str(image.format), stored, size, read_exif_orientation(image), frames, bits, digest, counts
+    )
 
 
-def _bits_per_channel(image: Image.Image) -> int:
+def _read_channel_bits(image: Image.Image) -> int:
     """Return the bits per channel in the file, which may be more than Pillow keeps."""
     if image.mode.startswith("I;16"):
         return 16
@@ -221,13 +239,13 @@ class SampleFacts:
 
 
 @dataclass
-class Split:
+class SplitFiles:
     """The files in the folders of one split."""
 
     name: str
     part: SplitFolder
-    names: Names
-    mask_names: Names | None = None
+    names: FolderPaths
+    mask_names: FolderPaths | None = None
     pairs: list[tuple[str, str]] = field(default_factory=list)
     without_mask: list[str] = field(default_factory=list)
     without_image: list[str] = field(default_factory=list)
@@ -244,11 +262,11 @@ class Split:
 
 
 @dataclass
-class SetLooked:
+class ExaminedSet:
     """The facts that the rules need."""
 
     layout: Layout
-    splits: list[Split]
+    splits: list[SplitFiles]
     samples: list[SampleFacts]
     reading: MaskReading | None
     classes: int | None
@@ -267,39 +285,41 @@ class SetLooked:
         return [s for s in self.samples if not s.image.fault and not (s.mask and s.mask.fault)]
 
 
-def look_at(layout: Layout, on_progress: OnProgress, classes: int | None = None) -> SetLooked:
+def examine_dataset(layout: Layout, on_progress: OnProgress, classes: int | None = None) -> ExaminedSet:
     """List the folders, pair the files, and examine each of them."""
-    splits = [_read_split(name, part) for name, part in layout.parts.items()]
+    splits = [_list_split_files(name, part) for name, part in layout.parts.items()]
     wanted = [(split, image, mask) for split in splits for image, mask in split.pairs]
     files = [(path, path == mask) for _, image, mask in wanted for path in (image, mask) if path]
     paired = {path for path, _ in files}
     unpaired = [path for split in splits for path in split.image_paths() if path not in paired]
-    looks = {one.path: one for one in look_at_all([*files, *((path, False) for path in unpaired)], on_progress)}
-    samples = [SampleFacts(s.name, looks[image], looks.get(mask), _label(s, image)) for s, image, mask in wanted]
+    looks = {one.path: one for one in examine_files([*files, *((path, False) for path in unpaired)], on_progress)}
+    samples = [
+        SampleFacts(s.name, looks[image], looks.get(mask), _find_class_name(s, image)) for s, image, mask in wanted
+    ]
     if layout.val is None:
         samples = _assign_splits(samples, splits[0].part.folder)
     reading = None
     if layout.task == SEGMENTATION:
         masks = [s.mask.mask for s in samples if s.mask is not None and s.mask.mask is not None]
-        reading = read_masks_as(masks, classes)
-    return SetLooked(layout, splits, samples, reading, classes, [looks[path] for path in unpaired])
+        reading = infer_mask_reading(masks, classes)
+    return ExaminedSet(layout, splits, samples, reading, classes, [looks[path] for path in unpaired])
 
 
-def _read_split(name: str, part: SplitFolder) -> Split:
-    split = Split(name, part, names_below(part.folder))
+def _list_split_files(name: str, part: SplitFolder) -> SplitFiles:
+    split = SplitFiles(name, part, list_folder_paths(part.folder))
     if part.masks is None:
-        _class_folders(split)
+        _collect_class_files(split)
     else:
-        split.mask_names = names_below(part.masks)
+        split.mask_names = list_folder_paths(part.masks)
         _pair_files(split, part.folder, part.masks)
     return split
 
 
-def _pair_files(split: Split, folder: Path, masks_folder: Path) -> None:
+def _pair_files(split: SplitFiles, folder: Path, masks_folder: Path) -> None:
     assert split.mask_names is not None
     images, masks = (
-        _group_by_stem(split.names.images, "", split),
-        _group_by_stem(split.mask_names.images, _ENDING, split),
+        _map_paths_by_stem(split.names.images, "", split),
+        _map_paths_by_stem(split.mask_names.images, _ENDING, split),
     )
     split.without_mask = [os.path.join(folder, path) for stem, path in images.items() if stem not in masks]
     split.without_image = [os.path.join(masks_folder, path) for stem, path in masks.items() if stem not in images]
@@ -310,7 +330,7 @@ def _pair_files(split: Split, folder: Path, masks_folder: Path) -> None:
     ]
 
 
-def _group_by_stem(paths: list[str], ending: str, split: Split) -> dict[str, str]:
+def _map_paths_by_stem(paths: list[str], ending: str, split: SplitFiles) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in paths:
         stem = os.path.splitext(path)[0].removesuffix(ending)
@@ -320,7 +340,7 @@ def _group_by_stem(paths: list[str], ending: str, split: Split) -> dict[str, str
     return found
 
 
-def _class_folders(split: Split) -> None:
+def _collect_class_files(split: SplitFiles) -> None:
     folder = split.part.folder
     split.loose = [path for path in split.names.images if os.sep not in path]
     split.pairs = [(os.path.join(folder, path), "") for path in split.names.images if os.sep in path]
@@ -332,7 +352,7 @@ def _class_folders(split: Split) -> None:
     split.empty_classes = sorted(set(present) - filled)
 
 
-def _label(split: Split, image: str) -> str:
+def _find_class_name(split: SplitFiles, image: str) -> str:
     return "" if split.part.masks is not None else os.path.relpath(image, split.part.folder).split(os.sep)[0]
 
 
@@ -341,8 +361,8 @@ def _assign_splits(samples: list[SampleFacts], folder: Path) -> list[SampleFacts
     # The default share and the rule of a new run, so that copies across the two sides are found.
     open_ = [number for number, sample in enumerate(samples) if sample.split in (ALL, "train")]
     keys = [Path(os.path.relpath(samples[number].image.path, folder)).as_posix() for number in open_]
-    places, share = places_of(keys), usual_share(len(keys))
-    chosen = held_out_exactly(places, share) if len(places) > 1 else set()
+    places, share = compute_split_positions(keys), choose_validation_share(len(keys))
+    chosen = select_validation_exactly(places, share) if len(places) > 1 else set()
     sides = {number: "val" if index in chosen else "train" for index, number in enumerate(open_)}
     return [
         SampleFacts(sides.get(number, sample.split), sample.image, sample.mask, sample.label)

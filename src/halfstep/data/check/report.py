@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from halfstep.data.check import facts
 from halfstep.data.check import rules as f
-from halfstep.data.check.facts import SetLooked, look_at
+from halfstep.data.check.facts import ExaminedSet, examine_dataset
 from halfstep.data.check.page import ClassShare, DataReport, Fault, ImageFacts
 from halfstep.data.image_files import FORMATS, MOST_PIXELS
 from halfstep.data.layout import RECIPES, Layout
@@ -25,12 +25,12 @@ class Rule(NamedTuple):
 
     id: str
     severity: Severity
-    evidence: str | Callable[[SetLooked], str]
-    do: str | Callable[[SetLooked], str]
+    evidence: str | Callable[[ExaminedSet], str]
+    do: str | Callable[[ExaminedSet], str]
     find: f.Find
 
 
-def faults_in(found: SetLooked) -> list[Fault]:
+def find_faults(found: ExaminedSet) -> list[Fault]:
     """Return everything that is wrong with a set, errors first."""
     there = []
     for rule in RULES:
@@ -43,115 +43,119 @@ def faults_in(found: SetLooked) -> list[Fault]:
     return sorted(there, key=lambda fault: ("error", "warning", "note").index(fault.severity))
 
 
-def _values(found: SetLooked) -> str:
-    values = f.strange_values(found)
+def _describe_strange_values(found: ExaminedSet) -> str:
+    values = f.find_strange_values(found)
     more = f" and {len(values) - 5} more" if len(values) > 5 else ""
     return f"values outside the classes: {', '.join(map(str, values[:5]))}{more}"
 
 
-def _more_classes(found: SetLooked) -> str:
-    most = max(f.strange_values(found), default=0)
+def _suggest_class_count(found: ExaminedSet) -> str:
+    most = max(f.find_strange_values(found), default=0)
     if most < 255:
         return f"correct them, or give the number of classes: --classes {most + 1}"
     return "correct them, or leave these pixels out with --ignore_index 255"
 
 
-def _kinds(found: SetLooked) -> str:
-    kinds = f.channel_kinds(found)
+def _describe_channel_kinds(found: ExaminedSet) -> str:
+    kinds = f.group_by_channel_kind(found)
     return f"images are {', '.join(f'{len(paths)} {kind}' for kind, paths in kinds.items())}; all become color"
 
 
 RULES = (
     # Names
     Rule("link-outside", "error", "link out of the folder, not followed",
-         'cp --remove-destination "$(readlink -f FILE)" FILE', f.named("outside")),
-    Rule("link-broken", "error", "link to nothing", "delete them", f.named("broken")),
-    Rule("folder-closed", "error", "unreadable folder", "chmod -R u+rX FILE", f.named("closed")),
+         'cp --remove-destination "$(readlink -f FILE)" FILE', f.build_path_finder("outside")),
+    Rule("link-broken", "error", "link to nothing", "delete them", f.build_path_finder("broken")),
+    Rule("folder-closed", "error", "unreadable folder", "chmod -R u+rX FILE", f.build_path_finder("closed")),
     Rule("too-deep", "error", "folder too deep, or inside itself", "look for a link that leads back up",
-         f.named("deep")),
-    Rule("no-file", "error", "pipe, socket or device in the folder", "delete them", f.named("special")),
+         f.build_path_finder("deep")),
+    Rule("no-file", "error", "pipe, socket or device in the folder", "delete them", f.build_path_finder("special")),
     Rule("hidden", "note", "hidden files, skipped",
-         "nothing, if they belong to the system; rename your own", f.named("hidden")),
+         "nothing, if they belong to the system; rename your own", f.build_path_finder("hidden")),
     Rule("kind-not-read", "warning", f"image format that is not supported (only {', '.join(FORMATS)})",
-         "magick mogrify -format png FILE, or remove them", f.strange_pictures),
-    Rule("not-images", "note", "files that are not images, skipped", "nothing", f.other_files),
+         "magick mogrify -format png FILE, or remove them", f.find_unsupported_pictures),
+    Rule("not-images", "note", "files that are not images, skipped", "nothing", f.find_other_files),
     # Partners
     Rule("no-mask", "error", "photograph without a mask", f"draw or rename them: {_PAIRS}",
-         f.of_splits(lambda split: split.without_mask)),
+         f.build_split_finder(lambda split: split.without_mask)),
     Rule("no-photograph", "error", "mask without a photograph", f"rename or remove: {_PAIRS}",
-         f.of_splits(lambda split: split.without_image)),
+         f.build_split_finder(lambda split: split.without_image)),
     Rule("same-name", "error", "two files that differ only in their extension", "rename one of each",
-         f.of_splits(lambda split: split.same_name, below=True)),
+         f.build_split_finder(lambda split: split.same_name, below=True)),
     Rule("class-empty", "error", "class folder without an image", "fill or delete them",
-         f.of_splits(lambda split: split.empty_classes, below=True)),
+         f.build_split_finder(lambda split: split.empty_classes, below=True)),
     Rule("no-class", "error", "image outside the class folders", "move each into the folder of its class",
-         f.of_splits(lambda split: split.loose, below=True)),
+         f.build_split_finder(lambda split: split.loose, below=True)),
     # Files
-    Rule("empty-file", "error", "empty file, 0 bytes", _AGAIN, f.unreadable(facts.EMPTY)),
+    Rule("empty-file", "error", "empty file, 0 bytes", _AGAIN, f.build_fault_finder(facts.EMPTY)),
     Rule("no-permission", "error", "file that this user cannot open", "chmod u+r FILE",
-         f.unreadable(facts.CLOSED)),
+         f.build_fault_finder(facts.CLOSED)),
     Rule("no-image", "error", "not an image, despite the file's name", "open one, and save or delete it",
-         f.unreadable(facts.NO_IMAGE)),
-    Rule("damaged", "error", "truncated or damaged file", _AGAIN, f.unreadable(facts.DAMAGED)),
+         f.build_fault_finder(facts.NO_IMAGE)),
+    Rule("damaged", "error", "truncated or damaged file", _AGAIN, f.build_fault_finder(facts.DAMAGED)),
     Rule("huge", "error", f"image with more than {MOST_PIXELS:,} pixels", "shrink both photograph and mask",
-         f.unreadable(facts.HUGE)),
+         f.build_fault_finder(facts.HUGE)),
     Rule("animated", "warning", "several pictures in one file; only the first is read", "magick FILE[0] FILE",
-         f.files_where(lambda look: look.frames > 1)),
+         f.build_file_finder(lambda look: look.frames > 1)),
     Rule("misnamed", "note", "file extensions do not match the contents; files are read by their contents",
-         "nothing, or rename them", f.files_where(lambda look: look.is_misnamed)),
+         "nothing, or rename them", f.build_file_finder(lambda look: look.is_misnamed)),
     Rule("mixed-depth", "warning", "16 bits or more, and 8 bits in other images", "magick FILE -depth 8 FILE",
-         f.deeper_than_most),
+         f.find_deeper_images),
     Rule("tiny", "warning", f"image smaller than {f.TINY} pixels", "remove or enlarge them",
-         f.files_where(lambda look: min(look.size) < f.TINY, images_alone=True)),
-    Rule("mixed-channels", "note", _kinds, "nothing, if intended: gray is repeated, transparency dropped",
-         f.of_unusual_channels),
+         f.build_file_finder(lambda look: min(look.size) < f.TINY, images_alone=True)),
+    Rule("mixed-channels", "note", _describe_channel_kinds,
+         "nothing, if intended: gray is repeated, transparency dropped", f.find_unusual_channels),
     # Pairs
     Rule("exif-rotation", "error", "EXIF rotates the photograph but not its mask",
-         f"{_UNTURN}, so that the photograph is oriented like its mask", f.pairs_where(f.is_turned_alone)),
+         f"{_UNTURN}, so that the photograph is oriented like its mask", f.build_pair_finder(f.is_turned_alone)),
     Rule("size-mismatch", "error", "the mask and its photograph differ in size",
          "draw the mask again in the photograph's size, or run: magick MASK -filter point -resize WIDTHxHEIGHT! MASK",
-         f.pairs_where(f.is_of_another_size)),
+         f.build_pair_finder(f.is_of_another_size)),
     Rule("exif-turned", "warning", "EXIF rotates the photograph and perhaps not its mask",
-         f"check one with its mask; if they do not match: {_UNTURN}", f.pairs_where(f.may_be_turned_alone)),
+         f"check one with its mask; if they do not match: {_UNTURN}", f.build_pair_finder(f.may_be_turned_alone)),
     Rule("mask-turned", "error", "mask with an EXIF rotation, which is ignored",
          "magick FILE -auto-orient FILE",
-         f.pairs_where(lambda image, mask: mask.orientation in range(2, 9), masks=True)),
+         f.build_pair_finder(lambda image, mask: mask.orientation in range(2, 9), masks=True)),
     # Masks
     Rule("mask-blurred", "error", "values between the classes: saved as JPEG, resized or smoothed",
          "draw them again as PNG without smoothing; two classes: magick FILE -threshold 50% NAME.png",
-         f.masks_with("blurred")),
+         f.build_mask_finder("blurred")),
     Rule("mask-in-colour", "error", "mask in color, unlike the others",
-         "save them like the others; or all of them in color", f.masks_with("coloured")),
-    Rule("mask-values", "error", _values, _more_classes, f.masks_with("strange")),
+         "save them like the others; or all of them in color", f.build_mask_finder("coloured")),
+    Rule("mask-values", "error", _describe_strange_values, _suggest_class_count, f.build_mask_finder("strange")),
     Rule("empty-mask", "warning", "mask without foreground",
-         "nothing, if the photograph shows no object; else draw the mask", f.empty_masks),
-    Rule("class-absent", "warning", "class without a pixel", "check the numbers of your classes", f.absent_classes),
-    Rule("class-faint", "warning", "class with hardly a pixel", "add photographs that show them", f.faint_classes),
+         "nothing, if the photograph shows no object; else draw the mask", f.find_empty_masks),
+    Rule("class-absent", "warning", "class without a pixel", "check the numbers of your classes",
+         f.find_absent_classes),
+    Rule("class-faint", "warning", "class with hardly a pixel", "add photographs that show them", f.find_faint_classes),
     # Classes
     Rule("one-class", "error", "there is only one class",
          "check that these are the right masks or folders, with the intended values",
-         f.only_class),
+         f.find_only_class),
     Rule("one-image", "warning", "class with a single image, used either for training or for validation",
-         "add images, or delete the folder", f.single_images),
+         "add images, or delete the folder", f.find_single_image_classes),
     Rule("class-unknown", "error", "class in the validation folder but not in train",
-         "add them to train, or delete them", f.unknown_classes),
+         "add them to train, or delete them", f.find_unknown_classes),
     Rule("class-unjudged", "warning", "class without a validation image",
-         "add images; without a validation folder, a hash of the file's name decides its split", f.unjudged_classes),
+         "add images; without a validation folder, a hash of the file's name decides its split",
+         f.find_unvalidated_classes),
     Rule("lopsided", "warning", "class with far fewer images than the largest",
-         "add images of them, or remove some of the others", f.lopsided_classes),
+         "add images of them, or remove some of the others", f.find_underrepresented_classes),
     # Copies
     Rule("same-on-both-sides", "error", "picture in both training and validation: metrics would be too good",
-         "keep one of each", f.copies(lambda sample: sample.split)),
+         "keep one of each", f.build_copy_finder(lambda sample: sample.split)),
     Rule("two-classes", "error", "picture in two classes", "keep each in one class only",
-         f.copies(lambda sample: sample.label)),
-    Rule("copies", "warning", "duplicated picture", "keep one of each", f.copies(None)),
+         f.build_copy_finder(lambda sample: sample.label)),
+    Rule("copies", "warning", "duplicated picture", "keep one of each", f.build_copy_finder(None)),
 )  # fmt: skip
 
 
-def check(layout: Layout, on_progress: OnProgress = lambda done, of: None, classes: int | None = None) -> DataReport:
+def check_dataset(
+    layout: Layout, on_progress: OnProgress = lambda done, of: None, classes: int | None = None
+) -> DataReport:
     """Check a set, and return its facts and findings."""
-    found = look_at(layout, on_progress, classes)
-    faults = faults_in(found)
+    found = examine_dataset(layout, on_progress, classes)
+    faults = find_faults(found)
     sizes = sorted((sample.image.upright for sample in found.good), key=lambda size: size[0] * size[1])
     kinds = Counter(sample.image.format for sample in found.good)
     return DataReport(
@@ -163,16 +167,16 @@ def check(layout: Layout, on_progress: OnProgress = lambda done, of: None, class
         readable=len(found.good),
         images=ImageFacts(sizes[len(sizes) // 2], sizes[0], sizes[-1], kinds) if sizes else None,
         masks={"read_as": found.reading.words, **found.reading.settings()} if found.reading else None,
-        classes=tuple(_class_shares(found)),
+        classes=tuple(_compute_class_shares(found)),
         findings=tuple(faults),
     )
 
 
-def _class_shares(found: SetLooked) -> list[ClassShare]:
+def _compute_class_shares(found: ExaminedSet) -> list[ClassShare]:
     if found.reading is None:
         every = Counter(sample.label for sample in found.samples)
         return [ClassShare(name, count) for name, count in sorted(every.items())]
-    pixels, images = f.pixels_of_classes(found)
+    pixels, images = f.count_class_pixels(found)
     total = max(sum(pixels.values()), 1)
     return [
         ClassShare(str(number), images[number], round(pixels[number] / total, 6))

@@ -11,14 +11,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from halfstep.data.check.page import Fault, findings_of, verdict
-from halfstep.data.token_files import SPLITS, TOKENIZER, TokenArray, TokenIndex, Tokens, read_index, sha256_of
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.data.check.page import Fault, build_finding_blocks, describe_verdict
+from halfstep.data.token_files import (
+    SPLITS,
+    TOKENIZER,
+    TokenArray,
+    TokenIndex,
+    Tokens,
+    compute_sha256,
+    read_token_index,
+)
+from halfstep.draw.notebook import PageResult
 from halfstep.errors import BadData
 from halfstep.json_data import JsonResult
-from halfstep.numbers import size
+from halfstep.numbers import format_bytes
 from halfstep.page import Column, Page, Paragraph, Span, Table
-from halfstep.printable import in_line
+from halfstep.printable import escape_to_one_line
 from halfstep.status_line import OnProgress
 
 RUN = 32
@@ -41,7 +49,7 @@ class SplitFacts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokensChecked(ShownAsPage, JsonResult):
+class CheckedTokens(PageResult, JsonResult):
     """The facts of a folder of tokens, and everything that is wrong with it."""
 
     folder: Path
@@ -63,40 +71,42 @@ class TokensChecked(ShownAsPage, JsonResult):
                 name,
                 f"{s.documents:,}",
                 f"{s.tokens:,}",
-                size(s.bytes),
+                format_bytes(s.bytes),
                 f"{s.bytes / max(s.tokens, 1):.2f}",
                 str(s.median),
             )
             for name, s in self.splits.items()
         )
-        head = f"{in_line(self.folder)}: tokens, {self.vocabulary:,} in the vocabulary, {self.unused:,} unused"
+        head = (
+            f"{escape_to_one_line(self.folder)}: tokens, {self.vocabulary:,} in the vocabulary, {self.unused:,} unused"
+        )
         return Page(
             f"tokens in {self.folder}",
             (
                 Paragraph(Span(head, strong=True), wrap=False),
                 Table(columns, rows),
-                *findings_of(self.findings, self.folder),
-                Paragraph(verdict(self.findings), gap=True),
+                *build_finding_blocks(self.findings, self.folder),
+                Paragraph(describe_verdict(self.findings), gap=True),
             ),
         )
 
 
-def check_tokens(folder: Path, on_progress: OnProgress = lambda done, of: None) -> TokensChecked:
+def check_tokens(folder: Path, on_progress: OnProgress = lambda done, of: None) -> CheckedTokens:
     """Read all tokens of a folder, and return its facts and findings; raise BadData if they cannot be read."""
-    index = read_index(folder)
+    index = read_token_index(folder)
     arrays = {split: TokenArray(folder, split, index) for split in SPLITS}
     total = sum(map(len, arrays.values())) * 2
-    looked: dict[str, _Looked] = {}
+    looked: dict[str, _SplitScan] = {}
     done = 0
     for split, tokens in arrays.items():
-        looked[split] = _look_at(tokens, index)
+        looked[split] = _scan_split(tokens, index)
         done += len(tokens)
         on_progress(done, total)
-    found_in_train = _overlap_with_train(arrays["train"], arrays["val"])
+    found_in_train = _measure_train_overlap(arrays["train"], arrays["val"])
     on_progress(total, total)
-    faults = list(_faults(folder, index, looked, found_in_train))
+    faults = list(_iterate_faults(folder, index, looked, found_in_train))
     train = looked["train"]
-    return TokensChecked(
+    return CheckedTokens(
         folder=folder,
         ok=all(fault.severity != "error" for fault in faults),
         vocabulary=index.vocabulary,
@@ -106,7 +116,7 @@ def check_tokens(folder: Path, on_progress: OnProgress = lambda done, of: None) 
     )
 
 
-class _Looked(NamedTuple):
+class _SplitScan(NamedTuple):
     facts: SplitFacts
     counts: Tokens
     """How often each token occurs."""
@@ -117,8 +127,10 @@ class _Looked(NamedTuple):
     damaged: list[str]
 
 
-def _look_at(tokens: TokenArray, index: TokenIndex) -> _Looked:
-    damaged = [shard.file for shard in tokens.facts.shards if sha256_of(tokens.folder / shard.file) != shard.sha256]
+def _scan_split(tokens: TokenArray, index: TokenIndex) -> _SplitScan:
+    damaged = [
+        shard.file for shard in tokens.facts.shards if compute_sha256(tokens.folder / shard.file) != shard.sha256
+    ]
     ends, names = tokens.documents(), tokens.names()
     if len(names) != len(ends) or (len(ends) and (ends[-1] != len(tokens) or (np.diff(ends) <= 0).any())):
         raise BadData(
@@ -143,17 +155,17 @@ def _look_at(tokens: TokenArray, index: TokenIndex) -> _Looked:
             digests[name] = blake2b(document.tobytes(), digest_size=16).digest()
     median = int(np.median(np.diff(ends, prepend=0))) if len(ends) else 0
     facts = SplitFacts(len(ends), len(tokens), tokens.facts.bytes, median)
-    return _Looked(facts, counts, unended, empty, digests, damaged)
+    return _SplitScan(facts, counts, unended, empty, digests, damaged)
 
 
-def _overlap_with_train(train: TokenArray, val: TokenArray) -> dict[str, float]:
+def _measure_train_overlap(train: TokenArray, val: TokenArray) -> dict[str, float]:
     """Return the share of each held-out document that is also in train, in runs of `RUN` tokens; 0 is left out."""
     ends, names = val.documents().tolist(), val.names()
     owners: list[int] = []
     runs: list[int] = []
     for number, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         # Without the end token, and one run after another: a copy of a document has all of them.
-        own = _hashes(val.read(start, stop - 1))[::RUN]
+        own = _compute_run_hashes(val.read(start, stop - 1))[::RUN]
         owners += [number] * len(own)
         runs += own.tolist()
         if len(runs) >= MOST_SEARCHED:
@@ -161,7 +173,7 @@ def _overlap_with_train(train: TokenArray, val: TokenArray) -> dict[str, float]:
     wanted = np.unique(np.asarray(runs, np.uint64))
     seen = np.zeros(len(wanted), bool)
     for _, block in train.blocks(overlap=RUN - 1):
-        hashes = _hashes(block)
+        hashes = _compute_run_hashes(block)
         if len(wanted) and len(hashes):
             places = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
             seen[places[wanted[places] == hashes]] = True
@@ -170,7 +182,7 @@ def _overlap_with_train(train: TokenArray, val: TokenArray) -> dict[str, float]:
     return {names[number]: found[number] / totals[number] for number in found}
 
 
-def _hashes(tokens: Tokens) -> Tokens:
+def _compute_run_hashes(tokens: Tokens) -> Tokens:
     """Return a hash of each run of `RUN` tokens, by doubling; 64 bits, in which sums wrap."""
     found, length, factor = tokens.astype(np.uint64) + np.uint64(1), 1, _FACTOR
     with np.errstate(over="ignore"):
@@ -182,14 +194,16 @@ def _hashes(tokens: Tokens) -> Tokens:
     return found
 
 
-def _faults(folder: Path, index: TokenIndex, looked: dict[str, _Looked], in_train: dict[str, float]) -> Iterator[Fault]:
+def _iterate_faults(
+    folder: Path, index: TokenIndex, looked: dict[str, _SplitScan], in_train: dict[str, float]
+) -> Iterator[Fault]:
     def fault(id: str, severity: Any, evidence: str, fix: str, files: list[str]) -> Iterator[Fault]:
         if files:
             yield Fault(id, severity, evidence, fix, tuple(files))
 
     again = "make the tokens again: halfstep data tokens"
     every = list(looked.values())
-    if not (folder / TOKENIZER).is_file() or sha256_of(folder / TOKENIZER) != index.tokenizer:
+    if not (folder / TOKENIZER).is_file() or compute_sha256(folder / TOKENIZER) != index.tokenizer:
         yield Fault("tokenizer-changed", "error", "these tokens come from another tokenizer", again, (TOKENIZER,))
     yield from fault(
         "shard-damaged", "error", "shard that differs from its digest", again, [n for o in every for n in o.damaged]

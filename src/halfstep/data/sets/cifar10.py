@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.data.sets.downloads import OnSample, RemoteFile, read_members, unexpected, write_shards
+from halfstep.data.sets.downloads import OnSample, RemoteFile, build_archive_error, read_members, write_shards
 from halfstep.status_line import OnProgress
 
 ABOUT = "CIFAR-10: photographs of 32 px, 10 classes; WebDataset shards (170 MB download)"
@@ -34,9 +34,9 @@ def make(downloads: Path, into: Path, on_sample: OnSample) -> None:
     wanted = {f"{_INSIDE}{name}" for names in _FILES.values() for name in names}
     content = dict(read_members(downloads / ARCHIVE.name, wanted.__contains__, _RECORD * _PER_FILE))
     if missing := sorted(wanted - content.keys()):
-        raise unexpected(f"{ARCHIVE.name} has no {missing[0]}")
+        raise build_archive_error(f"{ARCHIVE.name} has no {missing[0]}")
     for split, names in _FILES.items():
-        write_shards(into / split, _samples([content[f"{_INSIDE}{name}"] for name in names]), on_sample)
+        write_shards(into / split, _iterate_samples([content[f"{_INSIDE}{name}"] for name in names]), on_sample)
     (into / "classes.txt").write_text("\n".join(CLASSES) + "\n")
 
 
@@ -47,12 +47,14 @@ def count(folder: Path) -> dict[str, int]:
     return {split: len(Shards(folder / split)) for split in COUNTS}
 
 
-def _samples(files: list[bytes]) -> Iterator[tuple[Any, int]]:
+def _iterate_samples(files: list[bytes]) -> Iterator[tuple[Any, int]]:
     for file in files:
         if len(file) % _RECORD:
-            raise unexpected(f"{ARCHIVE.name} has a file of {len(file):,} bytes, not of records of {_RECORD:,}")
+            raise build_archive_error(
+                f"{ARCHIVE.name} has a file of {len(file):,} bytes, not of records of {_RECORD:,}"
+            )
         records = np.frombuffer(file, np.uint8).reshape(-1, _RECORD)
         if records[:, 0].max(initial=0) >= len(CLASSES):
-            raise unexpected(f"{ARCHIVE.name} has the class number {records[:, 0].max()}")
+            raise build_archive_error(f"{ARCHIVE.name} has the class number {records[:, 0].max()}")
         images = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
         yield from zip(images, records[:, 0].tolist(), strict=True)

@@ -115,15 +115,15 @@ def read_members(archive: Path, is_wanted: Callable[[str], object], largest: int
                 assert file is not None
                 yield member.name, file.read()
     except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise unexpected(f"{archive.name} cannot be read: {error}") from None
+        raise build_archive_error(f"{archive.name} cannot be read: {error}") from None
 
 
-def unexpected(given: str) -> DownloadFailed:
+def build_archive_error(given: str) -> DownloadFailed:
     """Return the error for an archive whose content is not that of the known version."""
     return DownloadFailed(given, allowed="the content of the known version", do="report this: the archive has changed")
 
 
-def png(array: Any) -> bytes:
+def encode_png(array: Any) -> bytes:
     """Return an image as PNG."""
     into = io.BytesIO()
     # The level is fixed: Pillow's default may change, and with it the bytes.
@@ -142,7 +142,10 @@ def write_shards(folder: Path, samples: Iterable[tuple[Any, int]], on_sample: On
         # USTAR without times or owners.
         with tarfile.open(folder / f"{shard:04d}.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
             for number, (image, label) in some:
-                for name, content in ((f"{number:06d}.png", png(image)), (f"{number:06d}.cls", str(label).encode())):
+                for name, content in (
+                    (f"{number:06d}.png", encode_png(image)),
+                    (f"{number:06d}.cls", str(label).encode()),
+                ):
                     member = tarfile.TarInfo(name)
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))

@@ -6,7 +6,7 @@ import gzip
 import zlib
 from pathlib import Path
 
-from halfstep.data.sets.downloads import OnSample, RemoteFile, unexpected, write_shards
+from halfstep.data.sets.downloads import OnSample, RemoteFile, build_archive_error, write_shards
 from halfstep.status_line import OnProgress
 
 ABOUT = "Fashion-MNIST: gray pictures of 28 px, 10 classes; WebDataset shards (31 MB download)"
@@ -39,7 +39,7 @@ def make(downloads: Path, into: Path, on_sample: OnSample) -> None:
     raw = into.parent / "unpacked" / "FashionMNIST" / "raw"  # where torchvision looks
     raw.mkdir(parents=True)
     for file in FILES:
-        _unpack(downloads / file.name, raw / file.name.removesuffix(".gz"))
+        _unpack_gzip(downloads / file.name, raw / file.name.removesuffix(".gz"))
     for split in COUNTS:
         pictures = FashionMNIST(raw.parent.parent, train=split == "train")
         write_shards(into / split, zip(pictures.data.numpy(), pictures.targets.tolist(), strict=True), on_sample)
@@ -53,12 +53,12 @@ def count(folder: Path) -> dict[str, int]:
     return {split: len(Shards(folder / split, channels=1)) for split in COUNTS}
 
 
-def _unpack(packed: Path, to: Path) -> None:
+def _unpack_gzip(packed: Path, to: Path) -> None:
     try:
         with gzip.open(packed) as file:
             content = file.read(LARGEST + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise unexpected(f"{packed.name} cannot be read: {error}") from None
+        raise build_archive_error(f"{packed.name} cannot be read: {error}") from None
     if len(content) > LARGEST:
-        raise unexpected(f"{packed.name} has more than {LARGEST:,} bytes unpacked")
+        raise build_archive_error(f"{packed.name} has more than {LARGEST:,} bytes unpacked")
     to.write_bytes(content)

@@ -14,50 +14,50 @@ from pathlib import Path
 from types import ModuleType
 
 from halfstep.data.sets import NAMES
-from halfstep.errors import BadData, StorageFailed, unknown_name
-from halfstep.files import cache_folder
-from halfstep.terminal import progress
+from halfstep.errors import BadData, StorageFailed, build_unknown_name_error
+from halfstep.files import find_cache_folder
+from halfstep.terminal import display_progress
 
 DOWNLOADS = ".downloads"
 
 
-def known_sets() -> dict[str, ModuleType]:
+def import_known_sets() -> dict[str, ModuleType]:
     """Return the modules of the sets by name."""
     return {name: importlib.import_module(f"halfstep.data.sets.{name}") for name in NAMES}
 
 
-def is_here(name: str) -> bool:
+def is_set_cached(name: str) -> bool:
     """Return whether the set is in the cache."""
-    return (_place() / name).is_dir()
+    return (_resolve_data_folder() / name).is_dir()
 
 
-def get(name: str, known: Mapping[str, ModuleType] | None = None) -> tuple[Path, dict[str, int]]:
+def fetch_dataset(name: str, known: Mapping[str, ModuleType] | None = None) -> tuple[Path, dict[str, int]]:
     """Return the folder of a set, made where it is missing, and the number of samples in each split.
 
-    `known` are the sets to choose from, those of `known_sets` by default. Raises UnknownName, StorageFailed, BadData
-    for wrong counts, and what the set's `fetch` and `make` raise.
+    `known` are the sets to choose from, those of `import_known_sets` by default. Raises UnknownName, StorageFailed,
+    BadData for wrong counts, and what the set's `fetch` and `make` raise.
     """
-    known = known_sets() if known is None else known
+    known = import_known_sets() if known is None else known
     if name not in known:
-        raise unknown_name("data set", name, known)
-    final = _place() / name
+        raise build_unknown_name_error("data set", name, known)
+    final = _resolve_data_folder() / name
     if not final.is_dir():
-        with _storing(final):
-            _make(name, known[name], final)
+        with _replace_storage_errors(final):
+            _make_dataset(name, known[name], final)
     return final, _count_samples(name, known[name], final)
 
 
-def _make(name: str, module: ModuleType, final: Path) -> None:
+def _make_dataset(name: str, module: ModuleType, final: Path) -> None:
     place = final.parent
     downloads = place / DOWNLOADS / name
     downloads.mkdir(parents=True, exist_ok=True)
-    with progress(f"{name}: download", "bytes") as on_progress:
+    with display_progress(f"{name}: download", "bytes") as on_progress:
         module.fetch(downloads, on_progress)
     with tempfile.TemporaryDirectory(dir=place, prefix=f".{name}.") as temporary:
         made = Path(temporary) / "made"
         made.mkdir()
         total, done = sum(module.COUNTS.values()), 0
-        with progress(name, "samples") as on_progress:
+        with display_progress(name, "samples") as on_progress:
 
             def on_sample() -> None:
                 nonlocal done
@@ -91,7 +91,7 @@ def _move_into_place(made: Path, final: Path) -> None:
 
 
 @contextmanager
-def _storing(final: Path) -> Iterator[None]:
+def _replace_storage_errors(final: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -102,5 +102,5 @@ def _storing(final: Path) -> Iterator[None]:
         ) from None
 
 
-def _place() -> Path:
-    return cache_folder() / "data"
+def _resolve_data_folder() -> Path:
+    return find_cache_folder() / "data"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from halfstep.data.sets.downloads import OnSample, RemoteFile, png, read_members, unexpected
+from halfstep.data.sets.downloads import OnSample, RemoteFile, build_archive_error, encode_png, read_members
 from halfstep.status_line import OnProgress
 
 ABOUT = "Oxford-IIIT Pet: cats and dogs, 37 breeds; masks and a folder per breed (811 MB download)"
@@ -61,17 +61,19 @@ def make(downloads: Path, into: Path, on_sample: OnSample) -> None:
         try:
             pets = OxfordIIITPet(unpacked, split=published)
         except (OSError, ValueError) as error:
-            raise unexpected(f"{ANNOTATIONS.name} has no usable {published}.txt: {error}") from None
+            raise build_archive_error(f"{ANNOTATIONS.name} has no usable {published}.txt: {error}") from None
         for photograph, trimap, label in zip(pets._images, pets._segs, pets._labels, strict=True):
-            _write(photograph, trimap, pets.classes[label], split, into)
+            _write_pet(photograph, trimap, pets.classes[label], split, into)
             on_sample()
 
 
 def count(folder: Path) -> dict[str, int]:
     """Return the number of samples in each layout and split."""
-    from halfstep.data.folders import ImageFolder, ImageMaskPairs, folders_under
+    from halfstep.data.folders import ImageFolder, ImageMaskPairs, resolve_pair_folders
 
-    pairs = {split: ImageMaskPairs(*folders_under(folder / "segmentation" / split), classes=3) for split in SPLITS}
+    pairs = {
+        split: ImageMaskPairs(*resolve_pair_folders(folder / "segmentation" / split), classes=3) for split in SPLITS
+    }
     breeds = {split: ImageFolder(folder / "classification" / split) for split in SPLITS}
     return {
         **{f"segmentation/{split}": len(source) for split, source in pairs.items()},
@@ -79,20 +81,20 @@ def count(folder: Path) -> dict[str, int]:
     }
 
 
-def _write(photograph: Path, trimap: Path, breed: str, split: str, into: Path) -> None:
+def _write_pet(photograph: Path, trimap: Path, breed: str, split: str, into: Path) -> None:
     # The lists name files and breeds, which must not lead out of the folder.
     inside = _WANTED.fullmatch(f"images/{photograph.name}") and photograph.parent.name == "images"
     if not inside or not _BREED.fullmatch(breed) or not photograph.is_file() or not trimap.is_file():
-        raise unexpected(f"{ANNOTATIONS.name} lists {str(photograph.name)!r} of the breed {breed!r}")
+        raise build_archive_error(f"{ANNOTATIONS.name} lists {str(photograph.name)!r} of the breed {breed!r}")
     with Image.open(trimap, formats=["PNG"]) as opened:
         values = np.array(opened)
     if values.ndim != 2 or values.max(initial=0) >= len(_CLASS_OF_TRIMAP):
-        raise unexpected(f"{trimap.name} has values other than 1, 2 and 3")
+        raise build_archive_error(f"{trimap.name} has values other than 1, 2 and 3")
     images, masks = (into / "segmentation" / split / kind for kind in ("images", "masks"))
     by_breed = into / "classification" / split / breed
     for folder in (images, masks, by_breed):
         folder.mkdir(parents=True, exist_ok=True)
-    (masks / trimap.name).write_bytes(png(_CLASS_OF_TRIMAP[values]))
+    (masks / trimap.name).write_bytes(encode_png(_CLASS_OF_TRIMAP[values]))
     try:
         os.link(photograph, by_breed / photograph.name)
     except OSError:  # a file system without hard links

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from halfstep.data.dataset import Files, Sample
-from halfstep.data.image_files import existing
-from halfstep.data.synthetic.shapes import KINDS, Drawn
+from halfstep.data.image_files import require_folder
+from halfstep.data.synthetic.shapes import KINDS, SyntheticSource
 from halfstep.data.video import MOST_CLIP_PIXELS
 from halfstep.errors import BadData, WrongUse
 
@@ -33,15 +33,15 @@ class SpriteStamps:
     name = "sprites"
 
     def __init__(self, root: str | Path) -> None:
-        self.path = existing(root, "the folder of sprites") / FILE
-        self._masks = _read(self.path)
+        self.path = require_folder(root, "the folder of sprites") / FILE
+        self._masks = _load_sprites(self.path)
 
     def __len__(self) -> int:
         return len(self._masks)
 
     def one(self, draw: np.random.Generator, size: int) -> Array:
         """Draw one sprite for a frame of `size` pixels."""
-        return _resize_mask(trimmed(self._masks[int(draw.integers(len(self)))]), size / FRAME)
+        return _resize_mask(trim_mask(self._masks[int(draw.integers(len(self)))]), size / FRAME)
 
     def files(self) -> Files:
         """Return the file of the sprites."""
@@ -57,10 +57,10 @@ def _resize_mask(mask: Array, factor: float) -> Array:
         for length in mask.shape
     )
     small = mask[np.ix_(rows, columns)]
-    return trimmed(small) if small.any() else np.ones((1, 1), dtype=bool)
+    return trim_mask(small) if small.any() else np.ones((1, 1), dtype=bool)
 
 
-def _read(path: Path) -> Array:
+def _load_sprites(path: Path) -> Array:
     from safetensors import safe_open
 
     if not path.is_file() or path.stat().st_size > MOST_BYTES:
@@ -117,14 +117,14 @@ class ShapeStamps:
         reach = int(np.ceil(_MARGIN * radius))
         y, x = np.mgrid[-reach : reach + 1, -reach : reach + 1] / radius
         inside: Array = KINDS[kind](x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn))
-        return trimmed(inside)
+        return trim_mask(inside)
 
     def files(self) -> Files:
         """Return no files."""
         return ()
 
 
-class MovingSprites(Drawn):
+class MovingSprites(SyntheticSource):
     """A source of `image`, frames × 3 × size × size, and `mask`, frames × size × size: the object number, or 0.
 
     A clip has at least half as many objects as `objects`. Each has a unique color and a constant speed; it bounces off
@@ -152,8 +152,8 @@ class MovingSprites(Drawn):
             high, wide = stamp.shape
             for frame, (top, left) in zip(mask, self._path(draw, high, wide), strict=True):
                 frame[top : top + high, left : left + wide][stamp] = number
-        colors = _colors(draw, count)
-        image = np.where(mask[..., None] > 0, colors[mask], _background(draw, self.size))
+        colors = _generate_colors(draw, count)
+        image = np.where(mask[..., None] > 0, colors[mask], _generate_gradient(draw, self.size))
         return {"image": torch.from_numpy(image).permute(0, 3, 1, 2).contiguous(), "mask": torch.from_numpy(mask)}
 
     def files_of(self, index: int) -> Files:
@@ -172,13 +172,13 @@ class MovingSprites(Drawn):
         return ((top, left) for top, left in bounced.round().astype(int).tolist())
 
 
-def trimmed(inside: Array) -> Array:
+def trim_mask(inside: Array) -> Array:
     """Return the mask without empty rows and columns at its edges."""
     rows, columns = np.flatnonzero(inside.any(1)), np.flatnonzero(inside.any(0))
     return inside[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
-def _colors(draw: np.random.Generator, count: int) -> Array:
+def _generate_colors(draw: np.random.Generator, count: int) -> Array:
     """Return bright colors with evenly spread hues; the first is unused."""
     # At most a quarter of the spacing, so that two hues never meet.
     first, near = draw.uniform(), draw.uniform(-0.25, 0.25, count)
@@ -189,7 +189,7 @@ def _colors(draw: np.random.Generator, count: int) -> Array:
     return (255.0 * table).round().astype(np.uint8)
 
 
-def _background(draw: np.random.Generator, size: int) -> Array:
+def _generate_gradient(draw: np.random.Generator, size: int) -> Array:
     """Return a gradient between two dark colors."""
     angle = draw.uniform(0.0, 2.0 * np.pi)
     y, x = np.mgrid[-1.0 : 1.0 : size * 1j, -1.0 : 1.0 : size * 1j]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data.dataset import Sample
-from halfstep.data.synthetic.shapes import Drawn
+from halfstep.data.synthetic.shapes import SyntheticSource
 from halfstep.errors import WrongUse
 
 Array = np.ndarray[Any, Any]
@@ -41,7 +41,7 @@ _RAYS, _STEP = 6, 0.5
 """Rays per pixel of the map's side, and pixels between two points on a ray."""
 
 
-class RadioMaps(Drawn):
+class RadioMaps(SyntheticSource):
     """A source of `condition`, a map with its transmitter, and `image`, the field, as uint8; drawn from (seed, index).
 
     A condition of two channels has the buildings in one, and the transmitter as a spot in the other; with one channel
@@ -63,7 +63,7 @@ class RadioMaps(Drawn):
     def read(self, index: int) -> Sample:
         """Draw a sample."""
         built, place = self._drawn(index)
-        image = np.repeat(_bytes(radio_field(built, place))[None], self.channels, 0)
+        image = np.repeat(_quantize_to_bytes(compute_radio_field(built, place))[None], self.channels, 0)
         return {"image": torch.from_numpy(image), "condition": self._condition(built, place)}
 
     def without_image(self, index: int) -> Sample:
@@ -72,21 +72,21 @@ class RadioMaps(Drawn):
 
     def _drawn(self, index: int) -> tuple[Array, tuple[int, int]]:
         draw = np.random.default_rng([self.seed, index])
-        built = _city(draw, self.size)
+        built = _generate_buildings(draw, self.size)
         free = np.flatnonzero(~built)
         return built, divmod(int(free[draw.integers(len(free))]), len(built))
 
     def _condition(self, built: Array, place: tuple[int, int]) -> Tensor:
         # About as large as a house: a smaller spot is lost where a model halves the map.
-        spot = np.exp(-0.5 * (_distance(self.size, place) / max(0.7, self.size / 48)) ** 2)
+        spot = np.exp(-0.5 * (_compute_distances(self.size, place) / max(0.7, self.size / 48)) ** 2)
         planes = [built, spot] if self.condition_channels == 2 else [np.maximum(built * 0.5, spot)]
-        return torch.from_numpy(_bytes(np.stack(planes)))
+        return torch.from_numpy(_quantize_to_bytes(np.stack(planes)))
 
 
-def radio_field(built: Array, place: tuple[int, int]) -> Array:
+def compute_radio_field(built: Array, place: tuple[int, int]) -> Array:
     """Return the received power per pixel, from 1 at the transmitter down to 0; `built` is True if a building is."""
     metres = METRES / len(built)
-    distance = np.maximum(_distance(len(built), place) * metres, NEAREST)
+    distance = np.maximum(_compute_distances(len(built), place) * metres, NEAREST)
     walls = _count_crossings(built, place) * metres * LOST_IN_WALLS
     # Exponential saturation: linear in the walls at first, and never more than LOST_IN_SHADOW.
     shadow = LOST_IN_SHADOW * (1.0 - np.exp(-walls / LOST_IN_SHADOW))
@@ -95,7 +95,7 @@ def radio_field(built: Array, place: tuple[int, int]) -> Array:
     return received
 
 
-def _city(draw: np.random.Generator, size: int) -> Array:
+def _generate_buildings(draw: np.random.Generator, size: int) -> Array:
     """Return True if a building is; ground is always left."""
     built = np.zeros((size, size), bool)
     rows, columns = np.ogrid[0:size, 0:size]
@@ -111,7 +111,7 @@ def _city(draw: np.random.Generator, size: int) -> Array:
     return built
 
 
-def _distance(size: int, place: tuple[int, int]) -> Array:
+def _compute_distances(size: int, place: tuple[int, int]) -> Array:
     rows, columns = np.ogrid[0:size, 0:size]
     distance: Array = np.hypot(rows - place[0], columns - place[1])
     return distance
@@ -126,10 +126,10 @@ def _count_crossings(built: Array, place: tuple[int, int]) -> Array:
     # The longest ray is the diagonal.
     rays, places = _RAYS * size, math.ceil(math.sqrt(2.0) * size / _STEP) + 1
     met = np.zeros((rays, places + 1), np.float32)
-    np.cumsum(np.float32(_STEP) * _along(built, place, rays, places), axis=1, out=met[:, 1:])
+    np.cumsum(np.float32(_STEP) * _sample_along_rays(built, place, rays, places), axis=1, out=met[:, 1:])
     rows, columns = np.ogrid[0:size, 0:size]
     angle = np.arctan2(rows - place[0], columns - place[1]) % (2.0 * math.pi) * (rays / (2.0 * math.pi))
-    far = _distance(size, place) / _STEP
+    far = _compute_distances(size, place) / _STEP
     ray, at = angle.astype(np.intp), far.astype(np.intp)
     beside, beyond = angle - ray, far - at
 
@@ -141,7 +141,7 @@ def _count_crossings(built: Array, place: tuple[int, int]) -> Array:
     return crossed
 
 
-def _along(built: Array, place: tuple[int, int], rays: int, places: int) -> Array:
+def _sample_along_rays(built: Array, place: tuple[int, int], rays: int, places: int) -> Array:
     """Return whether there is a building, rays × points; outside of the map there is none."""
     size = len(built)
     angles = np.arange(rays, dtype=np.float32) * np.float32(2.0 * math.pi / rays)
@@ -167,6 +167,6 @@ def _blur_shadow(shadow: Array) -> Array:
     return shadow
 
 
-def _bytes(values: Array) -> Array:
+def _quantize_to_bytes(values: Array) -> Array:
     """Return values from 0 to 1 as 8 bits."""
     return np.rint(values * 255.0).astype(np.uint8)

@@ -39,7 +39,7 @@ _TURN = 0.35
 """The largest rotation in radians, so that a diamond is not a square."""
 
 
-class Drawn:
+class SyntheticSource:
     """A base of sources that draw each sample from its number."""
 
     kind = "shapes"
@@ -58,7 +58,7 @@ class Drawn:
         return [self.name(number) for number in numbers]
 
 
-class ShapeMasks(Drawn):
+class ShapeMasks(SyntheticSource):
     """A segmentation source of two to four shapes: all of class 1 with two classes, else a class per kind."""
 
     def __init__(self, samples: int, size: int = 64, classes: int = 2, channels: int = 3, seed: int = 0) -> None:
@@ -70,18 +70,18 @@ class ShapeMasks(Drawn):
     def read(self, index: int) -> Sample:
         """Draw an image and its mask."""
         draw = np.random.default_rng([self.seed, index])
-        background = _background(draw, self.size, self.channels, 0.25)
+        background = _generate_background(draw, self.size, self.channels, 0.25)
         image, mask = background.copy(), np.zeros((self.size, self.size), np.uint8)
         for _ in range(draw.integers(2, 5)):
             kind = int(draw.integers(len(self._kinds)))
-            inside = _shape(draw, self.size, self._kinds[kind], 0.12, 0.24)
+            inside = _generate_shape_mask(draw, self.size, self._kinds[kind], 0.12, 0.24)
             step = draw.choice((-1.0, 1.0)) * draw.uniform(0.2, 0.32, (self.channels, 1))
             image[:, inside] = background[:, inside] + step
             mask[inside] = 1 if len(self.classes) == 2 else kind + 1
         return {"image": _finish_image(draw, image), "mask": torch.from_numpy(mask)}
 
 
-class ShapeLabels(Drawn):
+class ShapeLabels(SyntheticSource):
     """A classification source of one shape, whose kind is the label."""
 
     def __init__(self, samples: int, size: int = 64, classes: int = 4, channels: int = 3, seed: int = 0) -> None:
@@ -98,8 +98,8 @@ class ShapeLabels(Drawn):
 
     def draw(self, draw: np.random.Generator, kind: str) -> torch.Tensor:
         """Draw an image of one shape."""
-        image = _background(draw, self.size, self.channels, 0.1)
-        inside = _shape(draw, self.size, kind, 0.28, 0.42)
+        image = _generate_background(draw, self.size, self.channels, 0.1)
+        inside = _generate_shape_mask(draw, self.size, kind, 0.28, 0.42)
         image[:, inside] += draw.uniform(0.25, 0.42, (self.channels, 1))
         return _finish_image(draw, image)
 
@@ -127,7 +127,7 @@ def _check_sizes(samples: int, size: int, channels: int, classes: int, most: int
         )
 
 
-def _background(draw: np.random.Generator, size: int, channels: int, spread: float) -> Array:
+def _generate_background(draw: np.random.Generator, size: int, channels: int, spread: float) -> Array:
     """Return slow waves of color around a gray that is at most `spread` from the middle of the range."""
     coarse = draw.uniform(-0.14, 0.14, (channels, 5, 5))
     # Below 4, so that `low + 1` stays within the five points.
@@ -138,7 +138,7 @@ def _background(draw: np.random.Generator, size: int, channels: int, spread: flo
     return waves + draw.uniform(-spread, spread) + draw.uniform(-0.06, 0.06, (channels, 1, 1))
 
 
-def _shape(draw: np.random.Generator, size: int, kind: str, least: float, most: float) -> Array:
+def _generate_shape_mask(draw: np.random.Generator, size: int, kind: str, least: float, most: float) -> Array:
     radius = draw.uniform(least, most) * size
     x0, y0 = draw.uniform(radius * 0.9, size - radius * 0.9, 2)
     turn = draw.uniform(-_TURN, _TURN)

@@ -8,10 +8,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from halfstep.doctor.code.formats import Named, class_named, format_named, function_named
-from halfstep.doctor.code.order import ancestors
-from halfstep.doctor.code.script import FUNCTIONS, Function, Script, argument, method, path_of, unpacks
-from halfstep.doctor.code.words import words_of
+from halfstep.doctor.code.formats import Named, find_class_definition, find_function_definition, find_named_format
+from halfstep.doctor.code.order import iterate_ancestors
+from halfstep.doctor.code.script import (
+    FUNCTIONS,
+    Function,
+    Script,
+    find_argument,
+    find_method_name,
+    format_variable,
+    has_unpacked_arguments,
+)
+from halfstep.doctor.code.words import collect_words
 
 OLD = frozenset({"torch.cuda.amp.autocast", "torch.cpu.amp.autocast"})
 NEW = frozenset({"torch.autocast", "torch.amp.autocast"})
@@ -22,9 +30,9 @@ _OPENED = re.compile(r"autocast\b")
 _ISLAND = re.compile(r"autocast\((?:[^()]|\([^()]*\))*\benabled=False")
 
 
-def may_open(text: str) -> bool:
+def can_open_autocast(text: str) -> bool:
     """Return whether a file may open autocast; models of transformers only switch it off, and need no parsing."""
-    if "autocast" not in words_of(text):
+    if "autocast" not in collect_words(text):
         return False
     # A pattern with a leading \b is tried at every letter of a file.
     places = [m.start() for m in _OPENED.finditer(text) if not re.match(r"\w", text[m.start() - 1 : m.start()])]
@@ -57,7 +65,7 @@ class Autocasts:
     def __init__(self, script: Script) -> None:
         self._script = script
         calls = script.calls() if "autocast" in script.source else ()
-        self.all = [found for call in calls if (found := _read(script, call))]
+        self.all = [found for call in calls if (found := _parse_autocast(script, call))]
         self._by_call = {one.call: one for one in self.all}
 
     @property
@@ -75,7 +83,7 @@ class Autocasts:
 
     def _openers(self, node: ast.AST) -> Iterator[ast.AST]:
         inside = node
-        for outer in ancestors(self._script, node):
+        for outer in iterate_ancestors(self._script, node):
             if isinstance(outer, (ast.With, ast.AsyncWith)) and isinstance(inside, ast.stmt):
                 # `with a, b:` opens b inside a.
                 for item in reversed(outer.items):
@@ -101,7 +109,7 @@ class Autocasts:
         """Functions of this file that run under an autocast that is opened outside of them."""
         found: dict[ast.AST, list[Autocast]] = {}
         for autocast in self.on:
-            for function in _reach_functions(self._script, self, autocast):
+            for function in _find_reached_functions(self._script, self, autocast):
                 found.setdefault(function, []).append(autocast)
         return found
 
@@ -114,38 +122,36 @@ class Autocasts:
         return self.reached.get(scope, []) if scope is not None else []
 
 
-def _read(script: Script, call: ast.Call) -> Autocast | None:
-    if method(call) == "autocast" and "accelerator" in (path_of(call.func) or "").lower():
+def _parse_autocast(script: Script, call: ast.Call) -> Autocast | None:
+    if find_method_name(call) == "autocast" and "accelerator" in (format_variable(call.func) or "").lower():
         return Autocast(call, None, None, None, cached=True)
     if not script.is_one_of(call.func, _NAMES):
         return None
     if script.is_one_of(call.func, OLD):
         device = min(script.names(call.func)).split(".")[1]
-        given = {"enabled": argument(call, "enabled", 0), "dtype": argument(call, "dtype", 1)}
-        given["cache_enabled"] = argument(call, "cache_enabled", 2)
+        given = {"enabled": find_argument(call, "enabled", 0), "dtype": find_argument(call, "dtype", 1)}
+        given["cache_enabled"] = find_argument(call, "cache_enabled", 2)
     else:
-        named = script.constant(argument(call, "device_type", 0))
+        named = script.constant(find_argument(call, "device_type", 0))
         device = named.partition(":")[0] if isinstance(named, str) else ""
-        given = {"dtype": argument(call, "dtype", 1), "enabled": argument(call, "enabled", 2)}
-        given["cache_enabled"] = argument(call, "cache_enabled", 3)
-    return _describe_autocast(script, call, device or None, given)
+        given = {"dtype": find_argument(call, "dtype", 1), "enabled": find_argument(call, "enabled", 2)}
+        given["cache_enabled"] = find_argument(call, "cache_enabled", 3)
+    return _build_autocast(script, call, device or None, given)
 
 
-def _describe_autocast(
-    script: Script, call: ast.Call, device: str | None, given: dict[str, ast.expr | None]
-) -> Autocast:
-    hidden = unpacks(call)
+def _build_autocast(script: Script, call: ast.Call, device: str | None, given: dict[str, ast.expr | None]) -> Autocast:
+    hidden = has_unpacked_arguments(call)
     enabled = True if given["enabled"] is None and not hidden else script.constant(given["enabled"])
     dtype, format = given["dtype"], None
     if dtype is not None and script.constant(dtype) is not None:
-        format = format_named(script, dtype)
+        format = find_named_format(script, dtype)
     elif not hidden:
         format = _DEFAULTS.get(device or "")
     cached = script.constant(given["cache_enabled"]) is not False
     return Autocast(call, device, format, enabled if isinstance(enabled, bool) else None, cached)
 
 
-def _reach_functions(script: Script, autocasts: Autocasts, autocast: Autocast) -> set[ast.AST]:
+def _find_reached_functions(script: Script, autocasts: Autocasts, autocast: Autocast) -> set[ast.AST]:
     """Return the functions of this file that code under an autocast calls, as far as names tell."""
     found: set[ast.AST] = set()
     waiting: list[ast.AST] = list(autocasts.body(autocast))
@@ -163,37 +169,39 @@ def _list_called(script: Script, autocasts: Autocasts, autocast: Autocast, code:
             continue
         near = autocasts.around(node)
         if near is None or near is autocast:
-            yield from _behind(script, node)
+            yield from _iterate_called_functions(script, node)
 
 
-def _behind(script: Script, node: ast.AST) -> Iterator[Function]:
+def _iterate_called_functions(script: Script, node: ast.AST) -> Iterator[Function]:
     """Yield the functions that run when a variable is called: its own, or the forward of a module's class."""
-    if (function := function_named(script, node)) is not None:
+    if (function := find_function_definition(script, node)) is not None:
         yield function
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-        yield from _methods(script.class_of(node), (node.attr,))
-    yield from (one for made in _classes(script, node) for one in _methods(made, _MODULES))
+        yield from _iterate_methods(script.class_of(node), (node.attr,))
+    yield from (one for made in _find_instance_classes(script, node) for one in _iterate_methods(made, _MODULES))
 
 
-def _classes(script: Script, node: ast.AST) -> Iterable[ast.ClassDef]:
+def _find_instance_classes(script: Script, node: ast.AST) -> Iterable[ast.ClassDef]:
     """Return the classes of this file that a variable may be an instance of."""
     found: list[ast.ClassDef] = []
     for value in script.bindings(node):
         for made in ast.walk(value) if value is not None else ():
             if isinstance(made, ast.Call):
-                found += filter(None, [class_named(script, made.func), _class_returned(script, made.func)])
+                found += filter(
+                    None, [find_class_definition(script, made.func), _find_returned_class(script, made.func)]
+                )
     return found
 
 
-def _class_returned(script: Script, node: ast.AST) -> ast.ClassDef | None:
-    function = function_named(script, node)
+def _find_returned_class(script: Script, node: ast.AST) -> ast.ClassDef | None:
+    function = find_function_definition(script, node)
     for one in script.every(ast.Return) if function is not None else ():
         if script.scopes[one] is function and isinstance(one.value, ast.Call):
-            return class_named(script, one.value.func)
+            return find_class_definition(script, one.value.func)
     return None
 
 
-def _methods(owner: ast.ClassDef | None, names: tuple[str, ...]) -> Iterator[Function]:
+def _iterate_methods(owner: ast.ClassDef | None, names: tuple[str, ...]) -> Iterator[Function]:
     for node in owner.body if owner is not None else ():
         if isinstance(node, FUNCTIONS) and node.name in names:
             yield node

@@ -15,10 +15,10 @@ from itertools import islice
 from pathlib import Path
 
 from halfstep.doctor.code import rules
-from halfstep.doctor.code.autocasts import may_open
-from halfstep.doctor.code.facts import Facts, facts_of
-from halfstep.doctor.code.words import words_of
-from halfstep.doctor.located import LocatedFinding, patched
+from halfstep.doctor.code.autocasts import can_open_autocast
+from halfstep.doctor.code.facts import ScriptFacts, build_script_facts
+from halfstep.doctor.code.words import collect_words
+from halfstep.doctor.located import LocatedFinding, apply_line_edits
 
 LARGEST = 1_000_000
 """Characters. A larger file is data or generated; parsing takes more than a second for each million."""
@@ -51,7 +51,7 @@ _AVERAGE = re.compile(r"(?<![A-Za-z0-9])(ema|swa|averaged?)(_\w*|model\w*)?\s*=[
 _MARK = "\ufeff"
 """What editors on Windows write before the first character."""
 
-Rule = Callable[[Facts], Iterator[LocatedFinding]]
+Rule = Callable[[ScriptFacts], Iterator[LocatedFinding]]
 
 
 def check_code(file: str, text: str) -> list[LocatedFinding]:
@@ -61,7 +61,7 @@ def check_code(file: str, text: str) -> list[LocatedFinding]:
     """
     found = check_untried(file, text)
     tried = islice((one for one in found if one.edits), MOST_TRIED if len(text) <= LARGEST_TRIED else 0)
-    proven = {id(one) for one in tried if _mends(one, text, found)}
+    proven = {id(one) for one in tried if _is_fixed_by_edits(one, text, found)}
     return [one if id(one) in proven or not one.edits else replace(one, edits=()) for one in found]
 
 
@@ -70,25 +70,27 @@ def check_untried(file: str, text: str) -> list[LocatedFinding]:
     if not _may_have_findings(text):
         return []
     if len(text) > LARGEST:
-        return [_unread(file, f"it has {len(text):,} characters, more than {LARGEST:,}")]
+        return [_build_unread_finding(file, f"it has {len(text):,} characters, more than {LARGEST:,}")]
     try:
-        facts = facts_of(file, text)
+        facts = build_script_facts(file, text)
         if facts.count > MOST:
-            return [_unread(file, f"it has {facts.count:,} calls of autocast and scalers, more than {MOST}")]
-        found = [finding for rule in all_rules() for finding in rule(facts)]
+            return [
+                _build_unread_finding(file, f"it has {facts.count:,} calls of autocast and scalers, more than {MOST}")
+            ]
+        found = [finding for rule in import_rules() for finding in rule(facts)]
     except (SyntaxError, ValueError) as error:
         # ValueError: a null byte, or a lone surrogate.
-        return [_unread(file, f"{error.__class__.__name__}: {error}", getattr(error, "lineno", None))]
+        return [_build_unread_finding(file, f"{error.__class__.__name__}: {error}", getattr(error, "lineno", None))]
     except (RecursionError, MemoryError):
-        return [_unread(file, "it is nested too deeply")]
+        return [_build_unread_finding(file, "it is nested too deeply")]
     return sorted(found, key=lambda finding: (finding.line or 0, finding.id))
 
 
 def _may_have_findings(text: str) -> bool:
-    words = words_of(text)
+    words = collect_words(text)
     if not words.has_any(*_LIBRARIES):
         return False
-    opens = may_open(text)
+    opens = can_open_autocast(text)
     rows = (row for row in _NEEDED if opens or row[0] != ("autocast",))
     if any(all(words.has_any(*group) for group in row) for row in rows):
         return True
@@ -101,10 +103,10 @@ def _may_have_findings(text: str) -> bool:
     return any(word in lower for word in ("ema", "swa", "average")) and bool(_AVERAGE.search(text))
 
 
-def _mends(finding: LocatedFinding, text: str, found: list[LocatedFinding]) -> bool:
+def _is_fixed_by_edits(finding: LocatedFinding, text: str, found: list[LocatedFinding]) -> bool:
     """Return whether a finding's edits leave a file that can be read, without this finding and with no new one."""
     before = Counter(one.id for one in found)
-    after = Counter(one.id for one in check_untried(finding.file, patched(text, finding.edits)))
+    after = Counter(one.id for one in check_untried(finding.file, apply_line_edits(text, finding.edits)))
     return after[finding.id] < before[finding.id] and after <= before
 
 
@@ -113,23 +115,23 @@ def check_file(folder: Path, name: str) -> list[LocatedFinding]:
     path = folder / name
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
-        content = _content(path) if inside else None
+        content = _read_regular_file(path) if inside else None
         if content is None:
-            return [_unread(name, "it is no regular file of this folder, or too large")]
+            return [_build_unread_finding(name, "it is no regular file of this folder, or too large")]
         return check_code(name, content.decode("utf-8").removeprefix(_MARK))
     except (OSError, ValueError, RuntimeError) as error:
         # UnicodeDecodeError is a ValueError; Python before 3.13 raises RuntimeError for a link that leads to itself.
-        return [_unread(name, str(error))]
+        return [_build_unread_finding(name, str(error))]
 
 
 @cache
-def all_rules() -> tuple[Rule, ...]:
+def import_rules() -> tuple[Rule, ...]:
     """Return the rules of the folder `rules`, in the order of their names."""
     names = sorted(info.name for info in pkgutil.iter_modules(rules.__path__))
     return tuple(importlib.import_module(f"{rules.__name__}.{name}").look for name in names)
 
 
-def _content(path: Path) -> bytes | None:
+def _read_regular_file(path: Path) -> bytes | None:
     # Non-blocking: a named pipe in the file's place would otherwise wait forever for a writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         found = os.fstat(file.fileno())
@@ -138,7 +140,7 @@ def _content(path: Path) -> bytes | None:
         return file.read(4 * LARGEST)
 
 
-def _unread(file: str, why: str, line: int | None = None) -> LocatedFinding:
+def _build_unread_finding(file: str, why: str, line: int | None = None) -> LocatedFinding:
     shown = why if why.isprintable() else repr(why)
     fix = "if Python itself runs this file, report it; otherwise leave it out"
     return LocatedFinding("code.unread", "note", f"not checked: {shown[:200]}", fix, file, line)

@@ -9,14 +9,14 @@ from functools import cached_property, lru_cache
 
 from halfstep.doctor.code.autocasts import Autocasts
 from halfstep.doctor.code.scalers import Scalers
-from halfstep.doctor.code.script import Script, parse, path_of, receiver
+from halfstep.doctor.code.script import Script, find_receiver, format_variable, parse_script
 
 _OPTIMIZER = re.compile(r"optim|(^|_)opt(_|\d*$)", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Facts:
+class ScriptFacts:
     """A file as the rules see it; the parts are made when the first rule asks."""
 
     script: Script
@@ -33,7 +33,7 @@ class Facts:
     def optimizer_steps(self) -> list[tuple[str, ast.Call]]:
         """Return every `optimizer.step()` with its optimizer, scalers' own steps left out."""
         scaled = {one.call for one in self.scalers.calls}
-        found = [(receiver(call), call) for call in self.script.calls_of_methods("step") if not call.args]
+        found = [(find_receiver(call), call) for call in self.script.calls_of_methods("step") if not call.args]
         return [(path, call) for path, call in found if path and call not in scaled and self._is_optimizer(path, call)]
 
     @cached_property
@@ -62,14 +62,14 @@ class Facts:
             return True
         # The backward of a layer of one's own takes gradients; that of a tensor is called with names at most.
         if not call.args:
-            return path_of(call.func.value) not in ("self", "ctx")
-        return bool(_OWNERS.search(path_of(call.func.value) or ""))
+            return format_variable(call.func.value) not in ("self", "ctx")
+        return bool(_OWNERS.search(format_variable(call.func.value) or ""))
 
 
 @lru_cache(maxsize=1)
-def facts_of(file: str, text: str) -> Facts:
-    """Return a file as the rules see it; raise SyntaxError, ValueError, RecursionError or MemoryError as `parse` does.
+def build_script_facts(file: str, text: str) -> ScriptFacts:
+    """Return a file as the rules see it; raise the errors of `parse_script`.
 
     The last one is kept: settings and mistakes are looked for in the same file, one after the other.
     """
-    return Facts(parse(file, text))
+    return ScriptFacts(parse_script(file, text))

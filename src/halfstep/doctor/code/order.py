@@ -12,7 +12,7 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _JUMPS = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 
-def ancestors(script: Script, node: ast.AST) -> Iterator[ast.AST]:
+def iterate_ancestors(script: Script, node: ast.AST) -> Iterator[ast.AST]:
     """Yield what a node stands in, from the inside out, within its function."""
     scope = script.scopes.get(node)
     current = script.parents.get(node)
@@ -21,34 +21,34 @@ def ancestors(script: Script, node: ast.AST) -> Iterator[ast.AST]:
         current = script.parents.get(current)
 
 
-def loop_of(script: Script, node: ast.AST) -> ast.AST | None:
+def find_enclosing_loop(script: Script, node: ast.AST) -> ast.AST | None:
     """Return the innermost loop around a node within its function."""
-    return next((one for one in ancestors(script, node) if isinstance(one, LOOPS)), None)
+    return next((one for one in iterate_ancestors(script, node) if isinstance(one, LOOPS)), None)
 
 
-def conditions(script: Script, node: ast.AST) -> list[ast.If]:
+def list_enclosing_conditions(script: Script, node: ast.AST) -> list[ast.If]:
     """Return the `if` statements that a node stands in, within its function."""
-    return [one for one in ancestors(script, node) if isinstance(one, ast.If)]
+    return [one for one in iterate_ancestors(script, node) if isinstance(one, ast.If)]
 
 
-def own_conditions(script: Script, node: ast.AST, other: ast.AST) -> list[ast.If]:
+def list_own_conditions(script: Script, node: ast.AST, other: ast.AST) -> list[ast.If]:
     """Return the `if` statements around a node that are not around the other."""
-    shared = conditions(script, other)
-    return [one for one in conditions(script, node) if one not in shared]
+    shared = list_enclosing_conditions(script, other)
+    return [one for one in list_enclosing_conditions(script, node) if one not in shared]
 
 
-def precedes(one: ast.AST, other: ast.AST) -> bool:
+def is_earlier_node(one: ast.AST, other: ast.AST) -> bool:
     """Return whether a node stands before another in the source."""
-    return _place(one) < _place(other)
+    return _locate_node(one) < _locate_node(other)
 
 
-def exclusive(script: Script, first: ast.AST, second: ast.AST) -> bool:
+def are_mutually_exclusive(script: Script, first: ast.AST, second: ast.AST) -> bool:
     """Return whether one pass through the code cannot reach the second place after the first."""
-    chain = [first, *ancestors(script, first)]
-    others = [second, *ancestors(script, second)]
+    chain = [first, *iterate_ancestors(script, first)]
+    others = [second, *iterate_ancestors(script, second)]
     for inner, outer in pairwise(chain):
         if outer in others:
-            return _branch(outer, inner) != _branch(outer, others[others.index(outer) - 1])
+            return _name_branch(outer, inner) != _name_branch(outer, others[others.index(outer) - 1])
         if isinstance(outer, ast.If):
             block = outer.orelse if inner in outer.orelse else outer.body
             # Nothing after the statement follows a block that ends in a jump.
@@ -57,11 +57,11 @@ def exclusive(script: Script, first: ast.AST, second: ast.AST) -> bool:
     return False
 
 
-def _place(node: ast.AST) -> tuple[int, int]:
+def _locate_node(node: ast.AST) -> tuple[int, int]:
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
-def _branch(parent: ast.AST, child: ast.AST) -> object:
+def _name_branch(parent: ast.AST, child: ast.AST) -> object:
     """Return which way of a branching statement a child is on; the same for all children of other statements."""
     if isinstance(parent, (ast.If, ast.IfExp)):
         body, orelse = parent.body, parent.orelse

@@ -7,8 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from halfstep.doctor.code.order import exclusive, precedes
-from halfstep.doctor.code.script import Script, argument, method, path_of, receiver, unpacks
+from halfstep.doctor.code.order import are_mutually_exclusive, is_earlier_node
+from halfstep.doctor.code.script import (
+    Script,
+    find_argument,
+    find_method_name,
+    find_receiver,
+    format_variable,
+    has_unpacked_arguments,
+)
 
 OLD = frozenset({"torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler"})
 _NEW = frozenset({"torch.amp.GradScaler", "torch.GradScaler"})
@@ -30,7 +37,7 @@ class ScalerCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MadeScaler:
+class ScalerConstruction:
     """A call that makes a scaler; None is what the source does not say."""
 
     call: ast.Call
@@ -42,9 +49,9 @@ class Scalers:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self.made = [MadeScaler(call, _is_enabled(script, call)) for call in script.calls_of(_NAMES)]
+        self.made = [ScalerConstruction(call, _is_enabled(script, call)) for call in script.calls_of(_NAMES)]
         self._paths = self._list_known_paths()
-        used = (call for call in script.calls() if method(call) in _METHODS) if self._paths else ()
+        used = (call for call in script.calls() if find_method_name(call) in _METHODS) if self._paths else ()
         self.calls = [found for call in used if (found := self._read(call))]
         self.clips = script.calls_of(_CLIPS)
 
@@ -57,11 +64,15 @@ class Scalers:
             and scaler in (None, one.scaler)
         ]  # fmt: skip
 
-    def made_as(self, call: ast.Call) -> list[MadeScaler]:
+    def made_as(self, call: ast.Call) -> list[ScalerConstruction]:
         """Return how the scaler of a call is made; an empty list where it comes from elsewhere."""
         assert isinstance(call.func, ast.Attribute)
         values = self._script.bindings(call.func.value)
-        return [made for made in self.made if any(value is not None and made.call in _parts(value) for value in values)]
+        return [
+            made
+            for made in self.made
+            if any(value is not None and made.call in _iterate_alternatives(value) for value in values)
+        ]
 
     def is_off(self, call: ast.Call) -> bool:
         """Return whether the scaler of a call is certainly switched off."""
@@ -71,43 +82,47 @@ class Scalers:
     def _list_known_paths(self) -> set[str]:
         made = {one.call for one in self.made}
         bound = self._script.bound() if made else ()
-        paths = {path for path, value in bound if any(part in made for part in _parts(value))}
-        paths |= {receiver(call) or "" for call in self._script.calls_of_methods("unscale_") if call.args}
+        paths = {path for path, value in bound if any(part in made for part in _iterate_alternatives(value))}
+        paths |= {find_receiver(call) or "" for call in self._script.calls_of_methods("unscale_") if call.args}
         for call in self._script.calls_of_methods("backward"):
             scaled = call.func.value if isinstance(call.func, ast.Attribute) else None
-            paths.add(receiver(scaled) or "" if isinstance(scaled, ast.Call) and method(scaled) == "scale" else "")
+            paths.add(
+                find_receiver(scaled) or ""
+                if isinstance(scaled, ast.Call) and find_method_name(scaled) == "scale"
+                else ""
+            )
         return paths - {""}
 
     def _read(self, call: ast.Call) -> ScalerCall | None:
-        name = method(call)
-        path = receiver(call) if name in _METHODS else None
+        name = find_method_name(call)
+        path = find_receiver(call) if name in _METHODS else None
         if name is None or path is None or path not in self._paths:
             return None
         kind = _METHODS[name]
         if kind != "update" and not call.args:
             return None
-        optimizer = path_of(call.args[0]) if kind in ("step", "unscale") else None
+        optimizer = format_variable(call.args[0]) if kind in ("step", "unscale") else None
         return ScalerCall(kind, path, call, optimizer)
 
 
-def follows(script: Script, first: ast.AST, second: ast.AST) -> bool:
+def can_reach(script: Script, first: ast.AST, second: ast.AST) -> bool:
     """Return whether one pass through a function can reach the second call after the first."""
-    return precedes(first, second) and not exclusive(script, first, second)
+    return is_earlier_node(first, second) and not are_mutually_exclusive(script, first, second)
 
 
 def _is_enabled(script: Script, call: ast.Call) -> bool | None:
-    given = argument(call, "enabled", 4 if script.is_one_of(call.func, OLD) else 5)
+    given = find_argument(call, "enabled", 4 if script.is_one_of(call.func, OLD) else 5)
     if given is None:
-        return None if unpacks(call) else True
+        return None if has_unpacked_arguments(call) else True
     found = script.constant(given)
     return found if isinstance(found, bool) else None
 
 
-def _parts(value: ast.expr) -> Iterator[ast.expr]:
+def _iterate_alternatives(value: ast.expr) -> Iterator[ast.expr]:
     """Yield the expressions that a value may be: `a if b else c` is a or c."""
     if isinstance(value, ast.IfExp):
-        yield from (*_parts(value.body), *_parts(value.orelse))
+        yield from (*_iterate_alternatives(value.body), *_iterate_alternatives(value.orelse))
     elif isinstance(value, ast.BoolOp):
-        yield from (part for one in value.values for part in _parts(one))
+        yield from (part for one in value.values for part in _iterate_alternatives(one))
     else:
         yield value

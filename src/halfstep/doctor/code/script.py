@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from halfstep.doctor.code.patch import Patch
-from halfstep.doctor.located import LocatedFinding, lines_of
+from halfstep.doctor.located import LocatedFinding, split_lines
 from halfstep.finding import Severity
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -58,7 +58,7 @@ class Script:
 
     def __init__(self, file: str, text: str, tree: ast.Module) -> None:
         self.source = text
-        self.file, self.lines, self.tree = file, [line.rstrip("\r\n") for line in lines_of(text)], tree
+        self.file, self.lines, self.tree = file, [line.rstrip("\r\n") for line in split_lines(text)], tree
         self.parents: dict[ast.AST, ast.AST] = {}
         self.scopes: dict[ast.AST, ast.AST] = {}
         self._by_type: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
@@ -90,7 +90,7 @@ class Script:
     def calls_of(self, wanted: frozenset[str]) -> list[ast.Call]:
         """Return all calls of what certainly is one of these, by their full names."""
         # A full name ends with a word of the source, also where it is imported under another name.
-        if not any(name in self.source for name in _last_names(wanted)):
+        if not any(name in self.source for name in _collect_last_names(wanted)):
             return []
         return [call for call in self.calls() if self.is_one_of(call.func, wanted)]
 
@@ -111,7 +111,7 @@ class Script:
     def is_one_of(self, node: ast.AST, wanted: frozenset[str]) -> bool:
         """Return whether an expression certainly is one of these."""
         # Most calls are of something else, which the last name tells without following any binding.
-        if isinstance(node, ast.Attribute) and node.attr not in _last_names(wanted):
+        if isinstance(node, ast.Attribute) and node.attr not in _collect_last_names(wanted):
             return False
         if isinstance(node, ast.Name) and node.id not in self._imports and node.id not in self._bindings:
             return False
@@ -141,7 +141,7 @@ class Script:
 
     def bindings(self, node: ast.AST) -> list[ast.expr | None]:
         """Return all values that a variable, or an attribute such as `self.scaler`, is given where it is visible."""
-        path = path_of(node)
+        path = format_variable(node)
         if path is None:
             return []
         if path.startswith("self."):
@@ -290,7 +290,7 @@ class Script:
             paired = values if len(values) == len(target.elts) else [None] * len(target.elts)
             for one, its in zip(target.elts, paired, strict=True):
                 self._bind(one, its)
-        elif (path := path_of(target)) is not None:
+        elif (path := format_variable(target)) is not None:
             self._add(path, Binding(self.scopes[target], value))
 
     def _add(self, path: str, binding: Binding) -> None:
@@ -298,12 +298,12 @@ class Script:
             self._bindings[path].append(binding)
 
 
-def parse(file: str, text: str) -> Script:
+def parse_script(file: str, text: str) -> Script:
     """Return the parsed file; raise SyntaxError, ValueError, RecursionError or MemoryError where Python cannot."""
-    return Script(file, text, syntax_tree(text))
+    return Script(file, text, parse_syntax_tree(text))
 
 
-def syntax_tree(text: str) -> ast.Module:
+def parse_syntax_tree(text: str) -> ast.Module:
     """Return the tree of a file, without lines for IPython's shell; raise as `parse` does."""
     with warnings.catch_warnings():
         # An invalid escape such as "\d" in third-party code is not our concern, even under `-W error`.
@@ -314,30 +314,30 @@ def syntax_tree(text: str) -> ast.Module:
             return ast.parse(_MAGIC.sub(r"\1pass", text))
 
 
-def path_of(node: ast.AST) -> str | None:
+def format_variable(node: ast.AST) -> str | None:
     """Return a variable as text, such as `self.scaler` or `optimizers['d']`; None for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
-        base = path_of(node.value)
+        base = format_variable(node.value)
         return f"{base}.{node.attr}" if base else None
     if isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Constant, ast.Name)):
-        base = path_of(node.value)
+        base = format_variable(node.value)
         return f"{base}[{ast.unparse(node.slice)}]" if base else None
     return None
 
 
-def method(call: ast.AST) -> str | None:
+def find_method_name(call: ast.AST) -> str | None:
     """Return the name of the method that is called; None for any other expression."""
     return call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
 
 
-def receiver(call: ast.Call) -> str | None:
+def find_receiver(call: ast.Call) -> str | None:
     """Return the variable whose method is called."""
-    return path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+    return format_variable(call.func.value) if isinstance(call.func, ast.Attribute) else None
 
 
-def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
+def find_argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
     """Return an argument by name or position; None if it is not given."""
     for keyword in call.keywords:
         if keyword.arg == name:
@@ -346,12 +346,12 @@ def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr
     return call.args[position] if has and position is not None else None
 
 
-def unpacks(call: ast.Call) -> bool:
+def has_unpacked_arguments(call: ast.Call) -> bool:
     """Return whether a call has arguments that cannot be seen, as `**options`."""
     return any(keyword.arg is None for keyword in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
 
 
-def words_in(node: ast.AST) -> Iterator[str]:
+def iterate_names(node: ast.AST) -> Iterator[str]:
     """Yield every name and attribute in an expression."""
     for one in ast.walk(node):
         if isinstance(one, ast.Name):
@@ -360,13 +360,13 @@ def words_in(node: ast.AST) -> Iterator[str]:
             yield one.attr
 
 
-def mentions(node: ast.AST, pattern: re.Pattern[str]) -> bool:
+def has_matching_name(node: ast.AST, pattern: re.Pattern[str]) -> bool:
     """Return whether a name or attribute in an expression matches."""
-    return any(pattern.search(word) for word in words_in(node))
+    return any(pattern.search(word) for word in iterate_names(node))
 
 
 @cache
-def _last_names(wanted: frozenset[str]) -> frozenset[str]:
+def _collect_last_names(wanted: frozenset[str]) -> frozenset[str]:
     return frozenset(name.rpartition(".")[2] for name in wanted)
 
 

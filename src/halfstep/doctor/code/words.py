@@ -11,7 +11,7 @@ _STEMS: tuple[str, ...] = (
 """Parts that several words share: where a part is missing, none of its words is searched for."""
 
 
-class Words:
+class TextWords:
     """The words of a text, as `word in words` asks for them."""
 
     def __init__(self, text: str) -> None:
@@ -21,7 +21,7 @@ class Words:
     def __contains__(self, word: str) -> bool:
         known = self._known.get(word)
         if known is None:
-            stem = _stem_of(word)
+            stem = _find_stem(word)
             known = self._known[word] = (stem == word or stem in self) and word in self._text
         return known
 
@@ -31,11 +31,11 @@ class Words:
 
 
 @lru_cache(maxsize=1)
-def words_of(text: str) -> Words:
+def collect_words(text: str) -> TextWords:
     """Return the words of a text. The last ones are kept: settings and mistakes are looked for one after the other."""
-    return Words(text)
+    return TextWords(text)
 
 
 @cache
-def _stem_of(word: str) -> str:
+def _find_stem(word: str) -> str:
     return next((stem for stem in _STEMS if stem in word), word)

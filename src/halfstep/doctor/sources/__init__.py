@@ -5,9 +5,9 @@ from halfstep.doctor.sources.accelerate import (
     NOT_GIVEN,
     POLICIES,
     WORDS,
-    default_place,
+    find_default_config,
     from_accelerate,
-    reads_a_boolean,
+    has_unquoted_boolean,
 )
 from halfstep.doctor.sources.deepspeed import from_deepspeed
 from halfstep.doctor.sources.environment import MIXED_PRECISION, ON, TORCH_TF32, USE_CPU, from_environment
@@ -25,10 +25,10 @@ __all__ = [
     "TORCH_TF32",
     "USE_CPU",
     "WORDS",
-    "default_place",
+    "find_default_config",
     "from_accelerate",
     "from_deepspeed",
     "from_environment",
     "from_recipe",
-    "reads_a_boolean",
+    "has_unquoted_boolean",
 ]

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from halfstep.doctor.settings import FoundSetting, SettingsFile, SettingSource, shown
-from halfstep.doctor.sources.reading import read_document, training_settings
+from halfstep.doctor.settings import FoundSetting, SettingsFile, SettingSource, format_found_value
+from halfstep.doctor.sources.reading import read_document, read_training_settings
 from halfstep.errors import BadRecipe
-from halfstep.precision.names import Claim, read_claims
+from halfstep.precision.names import PrecisionClaim, parse_precision_claims
 
 WORDS = ("no", "fp16", "bf16", "fp8")
 DISTRIBUTED = "distributed_type"
@@ -20,10 +20,10 @@ POLICIES = ("fsdp_mixed_precision_policy", "mixed_precision_policy")
 
 def from_accelerate(path: str, text: str | None = None) -> SettingSource:
     """Read the file as `accelerate launch --config_file PATH` would."""
-    return accelerate_settings(read_document("accelerate", path, text))
+    return read_accelerate_settings(read_document("accelerate", path, text))
 
 
-def accelerate_settings(document: SettingsFile) -> SettingSource:
+def read_accelerate_settings(document: SettingsFile) -> SettingSource:
     """Return the settings of accelerate's file, with accelerate's own meaning."""
     content = document.content
     found = [setting for setting in (_read_mixed_precision(document),) if setting]
@@ -34,18 +34,18 @@ def accelerate_settings(document: SettingsFile) -> SettingSource:
         "use_cpu": "accelerate runs on the CPU" if content.get("use_cpu") is True else "accelerate picks the device",
     }
     found += [document.setting(key, content[key], means) for key, means in simple.items() if key in content]
-    clipping = _section(content, "deepspeed_config")
+    clipping = _find_section(content, "deepspeed_config")
     return SettingSource(
         "accelerate",
         document.place,
         found + _read_nested(document),
-        training_settings(document, "deepspeed_config.", clipping),
+        read_training_settings(document, "deepspeed_config.", clipping),
         text=document.text,
         names=[str(clipping["deepspeed_config_file"])] if _is_deepspeed_file(content) else [],
     )
 
 
-def default_place(variables: Mapping[str, str]) -> Path:
+def find_default_config(variables: Mapping[str, str]) -> Path:
     """Return the file `accelerate launch` reads without --config_file."""
     # The same lookup as in huggingface_hub and accelerate.
     cache = variables.get("XDG_CACHE_HOME") or "~/.cache"
@@ -53,7 +53,7 @@ def default_place(variables: Mapping[str, str]) -> Path:
     return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
 
 
-def reads_a_boolean(text: str) -> bool:
+def has_unquoted_boolean(text: str) -> bool:
     """Return whether accelerate's YAML 1.1 parser reads a boolean where a word should be: `no` needs quotes."""
     import yaml
 
@@ -67,23 +67,23 @@ def reads_a_boolean(text: str) -> bool:
 def _read_mixed_precision(document: SettingsFile) -> FoundSetting | None:
     content = document.content
     if content.get("mixed_precision") is not None:
-        return _read_key(document, "mixed_precision", _word(document, content["mixed_precision"]))
+        return _read_key(document, "mixed_precision", _read_accelerate_word(document, content["mixed_precision"]))
     # A key of old versions of accelerate, which the launcher still reads.
     if content.get("fp16") is True:
         return _read_key(document, "fp16", "fp16")
     if _is_deepspeed_file(content):
         return None
-    claim = claim_of("mixed_precision", NOT_GIVEN, "no")
+    claim = build_accelerate_claim("mixed_precision", NOT_GIVEN, "no")
     return document.setting("mixed_precision", NOT_GIVEN, "accelerate reads this as 'no': fp32", claim)
 
 
-def _word(document: SettingsFile, value: object) -> str:
+def _read_accelerate_word(document: SettingsFile, value: object) -> str:
     """Return accelerate's word as its launcher reads it; YAML 1.1 turns an unquoted `no` into false."""
     word = "no" if value is False else str(value).lower()
     if word not in WORDS:
         line = document.lines.get("mixed_precision")
         raise BadRecipe(
-            f"{document.place}, line {line}: mixed_precision: {shown(value)}",
+            f"{document.place}, line {line}: mixed_precision: {format_found_value(value)}",
             allowed=", ".join(WORDS),
             do="write mixed_precision: bf16, or mixed_precision: 'no' with its quotes",
             id="unknown-word",
@@ -94,21 +94,21 @@ def _word(document: SettingsFile, value: object) -> str:
 
 def _read_key(document: SettingsFile, key: str, word: str) -> FoundSetting:
     means = "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
-    return document.setting(key, document.content[key], means, claim_of(key, document.content[key], word))
+    return document.setting(key, document.content[key], means, build_accelerate_claim(key, document.content[key], word))
 
 
-def claim_of(key: str, value: object, word: str) -> Claim:
+def build_accelerate_claim(key: str, value: object, word: str) -> PrecisionClaim:
     """Return the claim that one of accelerate's words makes about precision."""
-    return replace(read_claims({"mixed_precision": word})[0], key=key, value=value)
+    return replace(parse_precision_claims({"mixed_precision": word})[0], key=key, value=value)
 
 
 def _read_nested(document: SettingsFile) -> list[FoundSetting]:
     found = []
-    fsdp = _section(document.content, "fsdp_config")
+    fsdp = _find_section(document.content, "fsdp_config")
     for key in POLICIES:
         if key in fsdp:
             found.append(document.setting(f"fsdp_config.{key}", fsdp[key], "not read by accelerate launch"))
-    deepspeed = _section(document.content, "deepspeed_config")
+    deepspeed = _find_section(document.content, "deepspeed_config")
     if _is_deepspeed_file(document.content):
         means = "DeepSpeed's file decides the precision; give it with --deepspeed"
         key = "deepspeed_config_file"
@@ -120,9 +120,9 @@ def _read_nested(document: SettingsFile) -> list[FoundSetting]:
 
 
 def _is_deepspeed_file(content: Mapping[str, object]) -> bool:
-    return bool(_section(content, "deepspeed_config").get("deepspeed_config_file"))
+    return bool(_find_section(content, "deepspeed_config").get("deepspeed_config_file"))
 
 
-def _section(content: Mapping[str, object], key: str) -> Mapping[str, object]:
+def _find_section(content: Mapping[str, object], key: str) -> Mapping[str, object]:
     section = content.get(key)
     return section if isinstance(section, Mapping) else {}

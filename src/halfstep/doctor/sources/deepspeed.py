@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from halfstep.doctor.settings import FoundSetting, SettingsFile, SettingSource
-from halfstep.doctor.sources.reading import claims_in, meaning, read_document, training_settings
+from halfstep.doctor.sources.reading import describe_claim, read_document, read_section_claims, read_training_settings
 from halfstep.errors import BadRecipe
 
 _OLD_BF16 = "bfloat16"
@@ -18,10 +18,10 @@ def from_deepspeed(path: str, text: str | None = None) -> SettingSource:
 
     Raise `BadRecipe` if the file is not JSON.
     """
-    return deepspeed_settings(read_document("deepspeed", path, text))
+    return read_deepspeed_settings(read_document("deepspeed", path, text))
 
 
-def deepspeed_settings(document: SettingsFile) -> SettingSource:
+def read_deepspeed_settings(document: SettingsFile) -> SettingSource:
     """Return the switches of DeepSpeed's formats, its scaler words and clipping; raise `BadRecipe` if not JSON."""
     try:
         # The YAML reader accepts more than JSON, and DeepSpeed does not.
@@ -34,7 +34,7 @@ def deepspeed_settings(document: SettingsFile) -> SettingSource:
         ) from None
     sections = {key: value for key, value in document.content.items() if isinstance(value, Mapping)}
     formats = {key: value for key, value in sections.items() if key in ("fp16", "bf16", _OLD_BF16)}
-    found = [_switch_of(document, key, value) for key, value in formats.items() if "enabled" in value]
+    found = [_build_switch_setting(document, key, value) for key, value in formats.items() if "enabled" in value]
     found += [
         document.setting(f"{key}.{word}", value[word], SCALER[word])
         for key, value in formats.items()
@@ -44,7 +44,7 @@ def deepspeed_settings(document: SettingsFile) -> SettingSource:
     stage = sections.get("zero_optimization", {}).get("stage")
     if stage is not None:
         found.append(document.setting("zero_optimization.stage", stage, "how much is sharded; sets no precision"))
-    return SettingSource("deepspeed", document.place, found, training_settings(document, "", document.content))
+    return SettingSource("deepspeed", document.place, found, read_training_settings(document, "", document.content))
 
 
 SCALER = {
@@ -57,7 +57,7 @@ SCALER = {
 """DeepSpeed's words for the loss scale, and their meaning."""
 
 
-def _switch_of(document: SettingsFile, key: str, value: Mapping[str, object]) -> FoundSetting:
-    claim = next(iter(claims_in(document, key + ".", {"bf16" if key == _OLD_BF16 else key: value})), None)
-    means = meaning(claim) if claim else "left to the launcher"
+def _build_switch_setting(document: SettingsFile, key: str, value: Mapping[str, object]) -> FoundSetting:
+    claim = next(iter(read_section_claims(document, key + ".", {"bf16" if key == _OLD_BF16 else key: value})), None)
+    means = describe_claim(claim) if claim else "left to the launcher"
     return document.setting(f"{key}.enabled", value["enabled"], means, claim)

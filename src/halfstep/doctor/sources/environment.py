@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from halfstep.doctor.settings import FoundSetting, SettingSource, printable
-from halfstep.doctor.sources.accelerate import WORDS, claim_of
-from halfstep.doctor.sources.reading import lightning_claim, meaning
-from halfstep.errors import unknown_name
-from halfstep.precision.names import Claim
+from halfstep.doctor.settings import FoundSetting, SettingSource, format_safe_text
+from halfstep.doctor.sources.accelerate import WORDS, build_accelerate_claim
+from halfstep.doctor.sources.reading import describe_claim, read_lightning_word
+from halfstep.errors import build_unknown_name_error
+from halfstep.precision.names import PrecisionClaim
 
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 USE_CPU = "ACCELERATE_USE_CPU"
@@ -32,47 +32,53 @@ def read_variable(name: str, value: str) -> FoundSetting:
     return _READERS[name](name, value)
 
 
-def _accelerate_variable(name: str, value: str) -> FoundSetting:
+def _read_accelerate_variable(name: str, value: str) -> FoundSetting:
     if value.lower() not in WORDS:
-        raise unknown_name(name, printable(value), WORDS)
-    claim = claim_of(name, value, value.lower())
-    return replace(_setting(name, value, f"accelerate: {meaning(claim)}", claim), tool="accelerate")
+        raise build_unknown_name_error(name, format_safe_text(value), WORDS)
+    claim = build_accelerate_claim(name, value, value.lower())
+    return replace(
+        _build_variable_setting(name, value, f"accelerate: {describe_claim(claim)}", claim), tool="accelerate"
+    )
 
 
-def _lightning_variable(name: str, value: str) -> FoundSetting:
-    reading = lightning_claim(name, value)
-    setting = _setting(name, value, reading.means).read_as(reading)
+def _read_lightning_variable(name: str, value: str) -> FoundSetting:
+    reading = read_lightning_word(name, value)
+    setting = _build_variable_setting(name, value, reading.means).read_as(reading)
     return replace(setting, tool="lightning" if name == LIGHTNING else "fabric")
 
 
-def _nvidia_tf32(name: str, value: str) -> FoundSetting:
+def _read_nvidia_tf32(name: str, value: str) -> FoundSetting:
     if value != "0":
-        return _setting(name, value, "the libraries' own choice")
-    claim = Claim(name, value, denies=frozenset({"tf32"}), otherwise="fp32")
-    return _setting(name, value, "no tf32 in any NVIDIA library", claim)
+        return _build_variable_setting(name, value, "the libraries' own choice")
+    claim = PrecisionClaim(name, value, denies=frozenset({"tf32"}), otherwise="fp32")
+    return _build_variable_setting(name, value, "no tf32 in any NVIDIA library", claim)
 
 
-def _torch_tf32(name: str, value: str) -> FoundSetting:
-    return _setting(name, value, "fp32 products run as tf32" if value == "1" else "no effect: only 1 switches")
+def _read_torch_tf32(name: str, value: str) -> FoundSetting:
+    return _build_variable_setting(
+        name, value, "fp32 products run as tf32" if value == "1" else "no effect: only 1 switches"
+    )
 
 
-def _use_cpu(name: str, value: str) -> FoundSetting:
-    return _setting(name, value, "accelerate runs on the CPU" if value.lower() in ON else "accelerate picks the device")
+def _read_use_cpu(name: str, value: str) -> FoundSetting:
+    return _build_variable_setting(
+        name, value, "accelerate runs on the CPU" if value.lower() in ON else "accelerate picks the device"
+    )
 
 
-def _bf16_on_tpu(name: str, value: str) -> FoundSetting:
-    return _setting(name, value, "TPU only: fp32 numbers are stored as bf16" if value != "0" else "off")
+def _read_tpu_bf16(name: str, value: str) -> FoundSetting:
+    return _build_variable_setting(name, value, "TPU only: fp32 numbers are stored as bf16" if value != "0" else "off")
 
 
 _READERS: dict[str, Callable[[str, str], FoundSetting]] = {
-    MIXED_PRECISION: _accelerate_variable,
-    USE_CPU: _use_cpu,
-    TORCH_TF32: _torch_tf32,
-    NVIDIA_TF32: _nvidia_tf32,
-    LIGHTNING: _lightning_variable,
-    FABRIC: _lightning_variable,
-    "XLA_USE_BF16": _bf16_on_tpu,
-    "XLA_DOWNCAST_BF16": _bf16_on_tpu,
+    MIXED_PRECISION: _read_accelerate_variable,
+    USE_CPU: _read_use_cpu,
+    TORCH_TF32: _read_torch_tf32,
+    NVIDIA_TF32: _read_nvidia_tf32,
+    LIGHTNING: _read_lightning_variable,
+    FABRIC: _read_lightning_variable,
+    "XLA_USE_BF16": _read_tpu_bf16,
+    "XLA_DOWNCAST_BF16": _read_tpu_bf16,
 }
 
 
@@ -80,5 +86,5 @@ VARIABLES = tuple(_READERS)
 """The variables that are read."""
 
 
-def _setting(name: str, value: str, means: str, claim: Claim | None = None) -> FoundSetting:
+def _build_variable_setting(name: str, value: str, means: str, claim: PrecisionClaim | None = None) -> FoundSetting:
     return FoundSetting("environment", "the environment", name, value, means, claim=claim)

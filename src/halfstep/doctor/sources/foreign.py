@@ -14,9 +14,9 @@ from typing import Any
 import tomllib
 import yaml
 
-from halfstep.doctor.located import lines_of
+from halfstep.doctor.located import split_lines
 from halfstep.errors import BadRecipe, HalfstepError
-from halfstep.recipe.strict_yaml import Read, scalar
+from halfstep.recipe.strict_yaml import YamlContent, parse_yaml_scalar
 
 DEEPEST = 64
 MOST_NODES = 100_000
@@ -27,7 +27,7 @@ _SECTION = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?")
 _KEY = re.compile(r"\s*([\w.\"'-]+)\s*=")
 
 
-def read_foreign(text: str, where: str) -> Read:
+def read_foreign(text: str, where: str) -> YamlContent:
     """Return the mapping in a file, with the line of each key; raise BadRecipe for any other file."""
     if where.lower().endswith(".toml"):
         return _read_toml(text, where)
@@ -39,15 +39,15 @@ def read_foreign(text: str, where: str) -> Read:
             if not builder.take(event):
                 break
     except _TooLarge:
-        return Read({}, {})
+        return YamlContent({}, {})
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        if (content := _json(text)) is not None:
-            return Read(content, {})
+        if (content := _parse_json_object(text)) is not None:
+            return YamlContent(content, {})
         mark = getattr(error, "problem_mark", None)
         raise _refused_error(
             where, mark.line + 1 if mark else 1, str(getattr(error, "problem", None) or error)
         ) from None
-    return Read(builder.content if isinstance(builder.content, dict) else {}, builder.lines)
+    return YamlContent(builder.content if isinstance(builder.content, dict) else {}, builder.lines)
 
 
 def _refused_error(where: str, line: int, why: str) -> BadRecipe:
@@ -55,7 +55,7 @@ def _refused_error(where: str, line: int, why: str) -> BadRecipe:
     return BadRecipe(f"{where}, line {line}: {why[:200]}", allowed=allowed, do=do, line=line)
 
 
-def _json(text: str) -> dict[str, object] | None:
+def _parse_json_object(text: str) -> dict[str, object] | None:
     """Return an object of JSON, some texts of which are no YAML."""
     try:
         content = json.loads(text)
@@ -122,28 +122,28 @@ class _Builder:
             return self._anchors.get(str(event.anchor))
         value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
         if isinstance(event, yaml.ScalarEvent):
-            value = _scalar(event, self._where)
+            value = _parse_scalar(event, self._where)
         if event.anchor is not None:
             self._anchors[event.anchor] = value
         return value
 
 
-def _scalar(event: Any, where: str) -> Any:
+def _parse_scalar(event: Any, where: str) -> Any:
     tag = event.tag or ""
     kind = tag.removeprefix(_OWN_TAG) if tag.startswith(_OWN_TAG) else ""
     if (event.style and not kind) or (tag and not kind) or kind == "str":
         return event.value
     try:
-        value = scalar(event.value.strip(), where)
+        value = parse_yaml_scalar(event.value.strip(), where)
     except HalfstepError:
         return event.value
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if kind == "float" and is_number else value
 
 
-def _read_toml(text: str, where: str) -> Read:
+def _read_toml(text: str, where: str) -> YamlContent:
     if sys.version_info < (3, 11):  # which has no reader of TOML
-        return Read({}, {})
+        return YamlContent({}, {})
 
     try:
         content = tomllib.loads(text)
@@ -151,9 +151,9 @@ def _read_toml(text: str, where: str) -> Read:
         raise _refused_error(where, 1, str(error)) from None
     lines: dict[str, int] = {}
     section = ""
-    for number, line in enumerate(lines_of(text), 1):
+    for number, line in enumerate(split_lines(text), 1):
         if found := _SECTION.fullmatch(line.rstrip("\r\n")):
             section = f"{found[1]}."
         elif found := _KEY.match(line):
             lines.setdefault(section + found[1].strip("\"'"), number)
-    return Read(content, lines)
+    return YamlContent(content, lines)

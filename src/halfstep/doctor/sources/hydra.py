@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingsFile, SettingSource
-from halfstep.doctor.sources.reading import is_word, lightning_claim, own_claim, training_settings
-from halfstep.doctor.sources.recipe import SPEAK_OF_TRAINING, sections
+from halfstep.doctor.sources.reading import (
+    is_precision_word,
+    read_lightning_word,
+    read_own_word,
+    read_training_settings,
+)
+from halfstep.doctor.sources.recipe import SPEAK_OF_TRAINING, iterate_sections
 from halfstep.precision.names import PRECISION_KEYS
 
 
-def hydra_settings(document: SettingsFile) -> SettingSource:
+def read_hydra_settings(document: SettingsFile) -> SettingSource:
     """Return precision keys at the top and one level down, and the files that the `defaults` list selects."""
     found, training = [], []
-    for prefix, section in sections(document.content):
-        found += list(_hydra_section(document, prefix, section))
-        training += training_settings(document, prefix, section)
-    targets = [str(section.get("_target_", "")) for _, section in sections(document.content)]
+    for prefix, section in iterate_sections(document.content):
+        found += list(_iterate_hydra_settings(document, prefix, section))
+        training += read_training_settings(document, prefix, section)
+    targets = [str(section.get("_target_", "")) for _, section in iterate_sections(document.content)]
     tools = frozenset(
         {"lightning"} if any("lightning" in target and target.endswith("Trainer") for target in targets) else ()
     )
@@ -24,17 +29,26 @@ def hydra_settings(document: SettingsFile) -> SettingSource:
     return SettingSource("hydra", document.place, found, training, names=names, tools=tools)
 
 
-def _hydra_section(document: SettingsFile, prefix: str, section: Mapping[str, object]) -> Iterator[FoundSetting]:
+def _iterate_hydra_settings(
+    document: SettingsFile, prefix: str, section: Mapping[str, object]
+) -> Iterator[FoundSetting]:
     targets = "lightning" in str(section.get("_target_", "")).lower()
     for key, value in section.items():
-        if key not in PRECISION_KEYS or value is None or isinstance(value, Mapping) or not is_word(key, value):
+        if (
+            key not in PRECISION_KEYS
+            or value is None
+            or isinstance(value, Mapping)
+            or not is_precision_word(key, value)
+        ):
             continue
         if key == "precision" and prefix and prefix[:-1].lower() not in SPEAK_OF_TRAINING:
             continue
         if "${" in str(value):
             yield document.setting(prefix + key, value, UNRESOLVED)
             continue
-        reading = lightning_claim(prefix + key, value) if targets and key == "precision" else own_claim(key, value)
+        reading = (
+            read_lightning_word(prefix + key, value) if targets and key == "precision" else read_own_word(key, value)
+        )
         yield document.setting(prefix + key, value, reading.means).read_as(reading)
 
 

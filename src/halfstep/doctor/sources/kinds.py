@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Mapping
 
 from halfstep.doctor.settings import Kind, SettingsFile, SettingSource
-from halfstep.doctor.sources.accelerate import accelerate_settings
-from halfstep.doctor.sources.deepspeed import deepspeed_settings
-from halfstep.doctor.sources.hydra import hydra_settings
-from halfstep.doctor.sources.lightning import SUBCOMMANDS, lightning_settings
-from halfstep.doctor.sources.reading import document_of, foreign_document_of
-from halfstep.doctor.sources.recipe import project_settings, recipe_settings
-from halfstep.doctor.sources.training_arguments import ARGUMENTS, arguments_settings
+from halfstep.doctor.sources.accelerate import read_accelerate_settings
+from halfstep.doctor.sources.deepspeed import read_deepspeed_settings
+from halfstep.doctor.sources.hydra import read_hydra_settings
+from halfstep.doctor.sources.lightning import SUBCOMMANDS, read_lightning_settings
+from halfstep.doctor.sources.reading import parse_document, parse_foreign_document
+from halfstep.doctor.sources.recipe import read_project_settings, read_recipe_settings
+from halfstep.doctor.sources.training_arguments import ARGUMENTS, read_arguments_settings
 
 SPEAKS = re.compile(
     r"\b(amp|use_amp|amp_dtype|fp16|bf16|bfloat16|fp32|mixed_precision|precision|precision_type|tf32|lr|learning_rate|"
@@ -63,7 +63,7 @@ _OTHER_PROGRAMS = (
 """Keys by which a file of a program is known whose words are its own, although it has keys of transformers."""
 
 
-def kind_of(content: Mapping[str, object], text: str, json: bool) -> Kind:
+def find_config_kind(content: Mapping[str, object], text: str, json: bool) -> Kind:
     """Return what a configuration is; `recipe` is also the YAML of any project."""
     if any(keys <= set(content) for keys in _OTHER_PROGRAMS) or "_component_:" in text:
         return "recipe"
@@ -104,7 +104,7 @@ def _is_lightning(content: Mapping[str, object], text: str, json: bool) -> bool:
     return any(len(keys) >= _ENOUGH or (keys and told) for keys in own)
 
 
-def _is_arguments(content: Mapping[str, object], text: str, json: bool) -> bool:
+def _is_training_arguments(content: Mapping[str, object], text: str, json: bool) -> bool:
     return len(ARGUMENTS & set(content)) >= _ENOUGH
 
 
@@ -113,15 +113,15 @@ _KINDS: dict[Kind, Callable[[Mapping[str, object], str, bool], bool]] = {
     "deepspeed": _is_deepspeed,
     "hydra": _is_hydra,
     "lightning": _is_lightning,
-    "transformers": _is_arguments,
+    "transformers": _is_training_arguments,
 }
 _READERS: dict[Kind, Callable[[SettingsFile], SettingSource]] = {
-    "recipe": project_settings,
-    "accelerate": accelerate_settings,
-    "deepspeed": deepspeed_settings,
-    "hydra": hydra_settings,
-    "lightning": lightning_settings,
-    "transformers": arguments_settings,
+    "recipe": read_project_settings,
+    "accelerate": read_accelerate_settings,
+    "deepspeed": read_deepspeed_settings,
+    "hydra": read_hydra_settings,
+    "lightning": read_lightning_settings,
+    "transformers": read_arguments_settings,
 }
 
 
@@ -133,15 +133,15 @@ def from_configuration(place: str, text: str) -> SettingSource | None:
     if not SPEAKS.search(text):
         return None
     json = place.lower().endswith(".json")
-    document = foreign_document_of(place, text)
+    document = parse_foreign_document(place, text)
     if json and _is_vocabulary(document.content):
         return None
     task = document.content.get("task")
     if isinstance(task, str) and (task in _TASKS or ":" in task) and not json:
         # A recipe of halfstep, which is read as `halfstep train` reads it.
-        source = recipe_settings(document_of("recipe", place, text))
+        source = read_recipe_settings(parse_document("recipe", place, text))
     else:
-        kind = kind_of(document.content, text, json)
+        kind = find_config_kind(document.content, text, json)
         source = _READERS[kind](SettingsFile(kind, place, document.content, document.lines, text))
     return source if source.precision or source.training or source.names or source.halfstep else None
 

@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from halfstep.doctor.located import lines_of
-from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource, unknown_word
-from halfstep.doctor.sources.accelerate import WORDS, claim_of
+from halfstep.doctor.located import split_lines
+from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource, build_unknown_reading
+from halfstep.doctor.sources.accelerate import WORDS, build_accelerate_claim
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
 from halfstep.doctor.sources.reading import (
     CLIPPING,
     LEARNING_RATE,
     Claims,
-    halfstep_claim,
-    lightning_claim,
-    own_claim,
-    safe_claim,
+    read_halfstep_word,
+    read_lightning_word,
+    read_own_word,
+    read_precision_word,
 )
 from halfstep.errors import HalfstepError
 from halfstep.precision.names import FLAGS, PRECISION_KEYS, SWITCHES
@@ -40,7 +40,7 @@ _MOST_WORDS = 2_000
 """The most words of one command; a longer one is cut."""
 
 
-class Word(NamedTuple):
+class CommandWord(NamedTuple):
     """A word of a command, and its line."""
 
     text: str
@@ -64,35 +64,37 @@ def from_shell(place: str, text: str) -> list[LaunchLine]:
     """Return the launch lines of a script; one that only sets variables is returned with an empty launcher."""
     variables: dict[str, FoundSetting] = {}
     launches = []
-    for words in commands(text):
-        exported, command = _assignments(words)
-        settings = {s.key: s for s in (_variable(place, word) for word in exported) if s}
+    for words in iterate_commands(text):
+        exported, command = _split_assignments(words)
+        settings = {s.key: s for s in (_read_assigned_variable(place, word) for word in exported) if s}
         if not command:
             variables |= settings
-        elif launch := _launch(place, command, {**variables, **settings}):
+        elif launch := _parse_launch_line(place, command, {**variables, **settings}):
             launches.append(launch)
     if not launches and variables:
         return [LaunchLine(SettingSource("launch", place, list(variables.values())), 1, "", "")]
     return launches
 
 
-def commands(text: str) -> Iterator[list[Word]]:
+def iterate_commands(text: str) -> Iterator[list[CommandWord]]:
     """Yield the commands that start something or set a variable, as words with their lines; continued lines joined."""
     lines: list[tuple[int, str]] = []
-    for number, line in enumerate(lines_of(text), 1):
+    for number, line in enumerate(split_lines(text), 1):
         bare = line.rstrip()
         lines.append((number, bare.removesuffix("\\")))
         if not bare.endswith("\\"):
-            yield from _commands_in(lines)
+            yield from _iterate_line_commands(lines)
             lines = []
-    yield from _commands_in(lines)
+    yield from _iterate_line_commands(lines)
 
 
-def _commands_in(lines: Sequence[tuple[int, str]]) -> Iterator[list[Word]]:
+def _iterate_line_commands(lines: Sequence[tuple[int, str]]) -> Iterator[list[CommandWord]]:
     # Splitting into words is slow, and most lines of most scripts start nothing.
     if any(len(line) < _LONGEST and SPEAKS.search(line) for _, line in lines):
-        words = [Word(word, number) for number, line in lines if len(line) < _LONGEST for word in _split_words(line)]
-        yield from _parts(words[:_MOST_WORDS])
+        words = [
+            CommandWord(word, number) for number, line in lines if len(line) < _LONGEST for word in _split_words(line)
+        ]
+        yield from _split_commands(words[:_MOST_WORDS])
 
 
 def _split_words(line: str) -> list[str]:
@@ -105,8 +107,8 @@ def _split_words(line: str) -> list[str]:
         return []
 
 
-def _parts(words: Sequence[Word]) -> Iterator[list[Word]]:
-    part: list[Word] = []
+def _split_commands(words: Sequence[CommandWord]) -> Iterator[list[CommandWord]]:
+    part: list[CommandWord] = []
     for word in words:
         if word.text and set(word.text) <= set(";&|()<>"):
             yield part
@@ -116,7 +118,7 @@ def _parts(words: Sequence[Word]) -> Iterator[list[Word]]:
     yield part
 
 
-def _assignments(words: Sequence[Word]) -> tuple[list[Word], list[Word]]:
+def _split_assignments(words: Sequence[CommandWord]) -> tuple[list[CommandWord], list[CommandWord]]:
     """Return the variables that a command sets, and the rest of the command."""
     left = list(words)
     if left and left[0].text in ("export", "declare", "set"):
@@ -137,7 +139,7 @@ def _begins_launch(text: str) -> bool:
     return text in ("accelerate", "torchrun", "deepspeed", "fabric", "halfstep") or bool(_PYTHON.fullmatch(text))
 
 
-def _variable(place: str, word: Word) -> FoundSetting | None:
+def _read_assigned_variable(place: str, word: CommandWord) -> FoundSetting | None:
     found = _ASSIGNMENT.fullmatch(word.text)
     if not found or found["name"] not in VARIABLES or not found["value"]:
         return None
@@ -147,19 +149,25 @@ def _variable(place: str, word: Word) -> FoundSetting | None:
         return replace(read_variable(found["name"], found["value"]), place=place, line=word.line)
     except HalfstepError as error:
         unread = FoundSetting("environment", place, found["name"], found["value"], "", word.line, tool="accelerate")
-        return unread.read_as(unknown_word(error.given))
+        return unread.read_as(build_unknown_reading(error.given))
 
 
-def _launch(place: str, words: Sequence[Word], variables: dict[str, FoundSetting]) -> LaunchLine | None:
-    launcher, rest = _launcher(words)
+def _parse_launch_line(
+    place: str, words: Sequence[CommandWord], variables: dict[str, FoundSetting]
+) -> LaunchLine | None:
+    launcher, rest = _split_launcher(words)
     if not launcher:
         return None
     own, script, theirs = _split_at_script(rest)
     if not script:
         return None
     reader = "halfstep" if "halfstep" in (launcher, script) else "script"
-    settings = [*variables.values(), *_flags(place, own, launcher), *_flags(place, theirs, reader)]
-    training = list(_training(place, theirs))
+    settings = [
+        *variables.values(),
+        *_iterate_precision_flags(place, own, launcher),
+        *_iterate_precision_flags(place, theirs, reader),
+    ]
+    training = list(_iterate_training_flags(place, theirs))
     names = [script, *(word.text for word in (*own, *theirs) if _FILE.fullmatch(word.text))]
     names += [value for word in (*own, *theirs) if _FILE.fullmatch(value := word.text.partition("=")[2])]
     source = SettingSource("launch", place, settings, training, names=names, tools=frozenset({launcher}))
@@ -174,7 +182,7 @@ _MODULES = {
 }
 
 
-def _launcher(words: Sequence[Word]) -> tuple[str, Sequence[Word]]:
+def _split_launcher(words: Sequence[CommandWord]) -> tuple[str, Sequence[CommandWord]]:
     """Return who starts the script, and the words after that; an empty name for any other command."""
     texts = [word.text for word in words]
     if texts[:2] in (["accelerate", "launch"], ["fabric", "run"], ["halfstep", "train"]):
@@ -191,7 +199,7 @@ def _launcher(words: Sequence[Word]) -> tuple[str, Sequence[Word]]:
     return "python", words[1:]
 
 
-def _split_at_script(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequence[Word]]:
+def _split_at_script(words: Sequence[CommandWord]) -> tuple[Sequence[CommandWord], str, Sequence[CommandWord]]:
     """Return the launcher's words, the script or module, and the script's words."""
     for index, word in enumerate(words):
         if word.text in ("-m", "--module") and index + 1 < len(words):
@@ -205,24 +213,24 @@ def _split_at_script(words: Sequence[Word]) -> tuple[Sequence[Word], str, Sequen
     return ((), first, words[1:]) if first and not first.startswith("-") else ((), "", ())
 
 
-def _flags(place: str, words: Sequence[Word], reader: str) -> Iterator[FoundSetting]:
+def _iterate_precision_flags(place: str, words: Sequence[CommandWord], reader: str) -> Iterator[FoundSetting]:
     """Yield the flags that speak of precision, with the meaning that `reader` gives them."""
     # LightningCLI reads from left to right: a file that is named after a flag wins over it.
     config = next((index for index, word in enumerate(words) if word.text.partition("=")[0] == "--config"), 0)
     before = [word for word in words[:config] if word.text.startswith("--trainer.")]
-    for key, value, word in pairs(words):
+    for key, value, word in iterate_flag_values(words):
         leaf = key.lstrip("-").replace("-", "_").removeprefix("no_")
         short = leaf.rpartition(".")[2]
         if short == "precision" and leaf not in ("precision", "trainer.precision", "fit.trainer.precision"):
             continue
         if short in PRECISION_KEYS:
-            setting = _flag(place, key, value, word, reader)
+            setting = _build_flag_setting(place, key, value, word, reader)
             yield replace(setting, level=EARLY) if word in before and key.startswith("--") else setting
         elif reader == "accelerate" and key == "--cpu":
             yield FoundSetting("launch", place, key, True, "accelerate runs on the CPU", word.line, tool=reader)
 
 
-def pairs(words: Sequence[Word]) -> Iterator[tuple[str, object, Word]]:
+def iterate_flag_values(words: Sequence[CommandWord]) -> Iterator[tuple[str, object, CommandWord]]:
     """Yield flags with their values: `--a b`, `--a=b`, `--a` and Hydra's `a=b`."""
     for index, word in enumerate(words):
         text = word.text
@@ -234,36 +242,36 @@ def pairs(words: Sequence[Word]) -> Iterator[tuple[str, object, Word]]:
             yield hydra["key"], hydra["value"], word
 
 
-def _flag(place: str, key: str, value: object, word: Word, reader: str) -> FoundSetting:
+def _build_flag_setting(place: str, key: str, value: object, word: CommandWord, reader: str) -> FoundSetting:
     name = key.lstrip("-").replace("-", "_")
     off = name.startswith("no_")
     short = name.removeprefix("no_").rpartition(".")[2]
     is_known = value is True or "$" in str(value)
-    if short in (*SWITCHES, *FLAGS) and not is_known and safe_claim(short, value).claim is None:
+    if short in (*SWITCHES, *FLAGS) and not is_known and read_precision_word(short, value).claim is None:
         # `--bf16 data/`: the word after a switch is the next argument.
         value = True
     setting = FoundSetting("launch", place, key, value, UNRESOLVED, word.line, tool=reader, argument=name)
     if "$" in str(value):
         return setting
     if reader == "accelerate":
-        return _as_accelerate_setting(setting)
+        return _convert_to_accelerate_setting(setting)
     # The script's own parser reads it; `_owned` of linking names the library where one does.
-    read: Claims = {"halfstep": halfstep_claim, "fabric": lightning_claim}.get(reader, own_claim)
+    read: Claims = {"halfstep": read_halfstep_word, "fabric": read_lightning_word}.get(reader, read_own_word)
     read_as = setting.read_as(read(short, False if off else value))
     return replace(read_as, claim=replace(read_as.claim, key=key, value=value) if read_as.claim else None)
 
 
-def _as_accelerate_setting(setting: FoundSetting) -> FoundSetting:
+def _convert_to_accelerate_setting(setting: FoundSetting) -> FoundSetting:
     word = str(setting.value).lower()
     if word not in WORDS:
-        return setting.read_as(unknown_word(f"accelerate knows {', '.join(WORDS)}"))
-    claim = claim_of(setting.key, setting.value, word)
+        return setting.read_as(build_unknown_reading(f"accelerate knows {', '.join(WORDS)}"))
+    claim = build_accelerate_claim(setting.key, setting.value, word)
     means = "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
     return replace(setting, claim=claim, means=means)
 
 
-def _training(place: str, words: Sequence[Word]) -> Iterator[FoundSetting]:
-    for key, value, word in pairs(words):
+def _iterate_training_flags(place: str, words: Sequence[CommandWord]) -> Iterator[FoundSetting]:
+    for key, value, word in iterate_flag_values(words):
         short = key.lstrip("-").replace("-", "_").rpartition(".")[2]
         if short in LEARNING_RATE | CLIPPING and _NUMBER.fullmatch(str(value)):
             what = "learning rate" if short in LEARNING_RATE else "gradient clipping"

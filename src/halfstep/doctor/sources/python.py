@@ -7,25 +7,32 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from halfstep.doctor.code.autocasts import Autocast, may_open
-from halfstep.doctor.code.facts import Facts, facts_of
-from halfstep.doctor.code.formats import DTYPES, format_named
-from halfstep.doctor.code.order import ancestors
-from halfstep.doctor.code.script import FUNCTIONS, Script, argument, path_of
-from halfstep.doctor.code.words import words_of
+from halfstep.doctor.code.autocasts import Autocast, can_open_autocast
+from halfstep.doctor.code.facts import ScriptFacts, build_script_facts
+from halfstep.doctor.code.formats import DTYPES, find_named_format
+from halfstep.doctor.code.order import iterate_ancestors
+from halfstep.doctor.code.script import FUNCTIONS, Script, find_argument, format_variable
+from halfstep.doctor.code.words import collect_words
 from halfstep.doctor.settings import (
     UNRESOLVED,
     FoundSetting,
     SettingSource,
     WordReading,
-    unknown_word,
-    without_alternatives,
+    build_unknown_reading,
+    remove_ambiguous_claims,
 )
-from halfstep.doctor.sources.accelerate import WORDS, claim_of
+from halfstep.doctor.sources.accelerate import WORDS, build_accelerate_claim
 from halfstep.doctor.sources.environment import VARIABLES, read_variable
-from halfstep.doctor.sources.reading import CLIPPING, LEARNING_RATE, Claims, lightning_claim, own_claim, safe_claim
+from halfstep.doctor.sources.reading import (
+    CLIPPING,
+    LEARNING_RATE,
+    Claims,
+    read_lightning_word,
+    read_own_word,
+    read_precision_word,
+)
 from halfstep.errors import HalfstepError
-from halfstep.precision.names import PRECISION_KEYS, SWITCHES, Claim
+from halfstep.precision.names import PRECISION_KEYS, SWITCHES, PrecisionClaim
 
 _CALLED = ("Accelerator(", "Trainer(", "Fabric(", "GradScaler(")
 _NAMED = ("TrainingArguments", "LightningCLI", "SFTConfig", "DPOConfig", "GRPOConfig", "hydra.main")
@@ -45,10 +52,10 @@ _MAIN = "main"
 
 
 @dataclass
-class Found:
+class ScriptContents:
     """The contents of a script: settings, the defaults of its arguments, the files that it names, its words."""
 
-    facts: Facts
+    facts: ScriptFacts
     arguments: dict[str, tuple[object, int]] = field(default_factory=dict)
     """The default of each argument of an ArgumentParser, with its line."""
     settings: list[FoundSetting] = field(default_factory=list)
@@ -61,26 +68,28 @@ class Found:
     def script(self) -> Script:
         return self.facts.script
 
-    def setting(self, node: ast.AST, key: str, value: object, means: str, claim: Claim | None = None) -> FoundSetting:
+    def setting(
+        self, node: ast.AST, key: str, value: object, means: str, claim: PrecisionClaim | None = None
+    ) -> FoundSetting:
         """Return a setting at a node of the tree."""
         return FoundSetting("code", self.script.file, key, value, means, getattr(node, "lineno", None), claim, "script")
 
 
-def speaks(text: str) -> bool:
+def has_possible_settings(text: str) -> bool:
     """Return whether a script may have a setting; others are not parsed."""
-    words = words_of(text)
+    words = collect_words(text)
     if words.has_any(*_SPEAKS) or ("add_argument(" in words and _DEFINES.search(text)):
         return True
     if "autocast(" not in words:
         return False
     # Only what the script itself runs speaks for a run.
     own = words.has_any("__main__", "backward") or _AT_TOP.search(text)
-    return bool(own) and may_open(text)
+    return bool(own) and can_open_autocast(text)
 
 
-def names_only(place: str, text: str) -> SettingSource | None:
+def find_named_files(place: str, text: str) -> SettingSource | None:
     """Return the files and modules that a script names, without parsing it; None if it names no configuration."""
-    if not words_of(text).has_any(*_OPENED):
+    if not collect_words(text).has_any(*_OPENED):
         return None
     # Line by line: a search at every quotation mark of a file takes long.
     lines = (line for line in text.splitlines() if ".json" in line or ".y" in line)
@@ -100,21 +109,21 @@ def from_python(place: str, text: str) -> SettingSource:
 
     Raise `SyntaxError` for invalid Python, and `ValueError` or `RecursionError` for text that cannot be parsed.
     """
-    found = Found(facts_of(place, text))
+    found = ScriptContents(build_script_facts(place, text))
     calls = list(found.script.calls())
     for call in calls:
-        if _called_last_name(call) == "add_argument":
-            _argument(found, call)
+        if _find_called_last_name(call) == "add_argument":
+            _read_script_argument(found, call)
     for call in calls:
-        last = _called_last_name(call)
-        reader = _CALLS.get(last) or (_training_arguments if _ARGUMENT_CLASSES.fullmatch(last) else None)
+        last = _find_called_last_name(call)
+        reader = _CALLS.get(last) or (_read_training_arguments if _ARGUMENT_CLASSES.fullmatch(last) else None)
         if reader:
             reader(found, call, found.script.names(call.func))
         _collect_rates_and_clipping(found, call, last)
     for opened in found.facts.autocasts.on:
         # One in fp32 is an island, and `accelerator.autocast()` follows the precision of its library.
-        if opened.format != "fp32" and "accelerator" not in (path_of(opened.call.func) or "").lower():
-            found.settings.append(_autocast(found, opened))
+        if opened.format != "fp32" and "accelerator" not in (format_variable(opened.call.func) or "").lower():
+            found.settings.append(_build_autocast_setting(found, opened))
     for made in found.facts.scalers.made:
         known = {True: "scales the loss, which fp16 needs", False: "off: no loss is scaled", None: UNRESOLVED}
         value = "..." if made.enabled is None else made.enabled
@@ -122,8 +131,8 @@ def from_python(place: str, text: str) -> SettingSource:
     for assign in found.script.every(ast.Assign):
         _read_assignment(found, assign)
     _read_names(found)
-    _read_words(found)
-    settings = without_alternatives([*found.settings, *_list_own_arguments(found)])
+    _collect_own_words(found)
+    settings = remove_ambiguous_claims([*found.settings, *_list_own_arguments(found)])
     settings.sort(key=lambda setting: setting.line or 0)
     return SettingSource(
         "code", place, settings, found.training, names=found.names, tools=frozenset(found.tools),
@@ -131,7 +140,7 @@ def from_python(place: str, text: str) -> SettingSource:
     )  # fmt: skip
 
 
-def _read_names(found: Found) -> None:
+def _read_names(found: ScriptContents) -> None:
     """Add the files that a script opens and the modules that it imports."""
     for text in found.script.every(ast.Constant):
         if isinstance(text.value, str) and len(text.value) < 200 and _FILE.fullmatch(text.value):
@@ -145,14 +154,14 @@ def _read_names(found: Found) -> None:
         found.names += [f"{module}/{alias.name}.py".replace("//", "/") for alias in source.names]
 
 
-def _read_words(found: Found) -> None:
+def _collect_own_words(found: ScriptContents) -> None:
     """Add the words that a script defines for itself."""
     for node in found.script.every(ast.Dict):
         pairs = [(key, value) for key, value in zip(node.keys, node.values, strict=True) if key is not None]
-        if any(_last_name(value) in _DTYPE_NAMES for _, value in pairs):
+        if any(_find_last_name(value) in _DTYPE_NAMES for _, value in pairs):
             found.words |= {str(key.value) for key, _ in pairs if isinstance(key, ast.Constant)}
     for owner in found.script.every(ast.ClassDef):
-        if any("Enum" in _last_name(base) for base in owner.bases):
+        if any("Enum" in _find_last_name(base) for base in owner.bases):
             values = [one.value for one in owner.body if isinstance(one, ast.Assign)]
             found.words |= {str(one.value) for one in values if isinstance(one, ast.Constant)}
 
@@ -160,39 +169,39 @@ def _read_words(found: Found) -> None:
 _DTYPE_NAMES = frozenset(name.rpartition(".")[2] for name in DTYPES)
 
 
-def _last_name(node: ast.AST) -> str:
+def _find_last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _called_last_name(call: ast.Call) -> str:
-    return _last_name(call.func)
+def _find_called_last_name(call: ast.Call) -> str:
+    return _find_last_name(call.func)
 
 
-class _Unknown:
+class _UnknownValue:
     """The value of an expression that only the run itself computes."""
 
 
-def _value(found: Found, node: ast.expr) -> tuple[object, str]:
+def _resolve_value(found: ScriptContents, node: ast.expr) -> tuple[object, str]:
     """Return the value of an expression and the script's argument that it comes from, if it does."""
-    if (named := format_named(found.script, node)) is not None:
+    if (named := find_named_format(found.script, node)) is not None:
         return named, ""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in found.arguments:
         return found.arguments[node.attr][0], node.attr
     constant = found.script.constant(node)
-    return (_Unknown if constant is ... else constant), ""
+    return (_UnknownValue if constant is ... else constant), ""
 
 
-def _say(found: Found, call: ast.Call, keyword: str, tool: str, claim_for: Claims) -> None:
+def _add_keyword_setting(found: ScriptContents, call: ast.Call, keyword: str, tool: str, claim_for: Claims) -> None:
     """Add the setting of a keyword, if it is given and is not None."""
-    given = argument(call, keyword)
+    given = find_argument(call, keyword)
     found.tools.add(tool)
     if given is None:
         return
-    value, name = _value(found, given)
+    value, name = _resolve_value(found, given)
     if value is None:
         return
-    key = f"{_called_last_name(call)}({keyword})"
-    if value is _Unknown:
+    key = f"{_find_called_last_name(call)}({keyword})"
+    if value is _UnknownValue:
         # Not a number of words: the expression itself is shown.
         setting = found.setting(given, key, ast.unparse(given)[:80], UNRESOLVED)
     else:
@@ -201,99 +210,103 @@ def _say(found: Found, call: ast.Call, keyword: str, tool: str, claim_for: Claim
     found.settings.append(replace(setting, tool=tool, argument=name))
 
 
-def _accelerate_claim(key: str, value: object) -> WordReading:
+def _read_accelerate_claim(key: str, value: object) -> WordReading:
     word = str(value).lower()
     if word not in WORDS:
-        return unknown_word(f"accelerate knows {', '.join(WORDS)}")
+        return build_unknown_reading(f"accelerate knows {', '.join(WORDS)}")
     means = "accelerate opens no autocast: fp32" if word == "no" else f"accelerate runs prepared models in {word}"
-    return WordReading(claim_of(key, value, word), means)
+    return WordReading(build_accelerate_claim(key, value, word), means)
 
 
-def _accelerator(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+def _read_accelerator_call(found: ScriptContents, call: ast.Call, names: frozenset[str]) -> None:
     if names and names <= _ACCELERATOR:
-        _say(found, call, "mixed_precision", "accelerate", _accelerate_claim)
+        _add_keyword_setting(found, call, "mixed_precision", "accelerate", _read_accelerate_claim)
 
 
-def _trainer(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+def _read_trainer_call(found: ScriptContents, call: ast.Call, names: frozenset[str]) -> None:
     # Composer and many projects have a Trainer, too: its import tells whose it is.
     if names and all(name.startswith("transformers.") for name in names):
         found.tools.add("transformers")
     elif names and all(map(_FULL_NAMES.match, names)):
-        _say(found, call, "precision", "lightning", lightning_claim)
+        _add_keyword_setting(found, call, "precision", "lightning", read_lightning_word)
 
 
-def _fabric(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+def _read_fabric_call(found: ScriptContents, call: ast.Call, names: frozenset[str]) -> None:
     if names and all(map(_FULL_NAMES.match, names)):
-        _say(found, call, "precision", "fabric", lightning_claim)
+        _add_keyword_setting(found, call, "precision", "fabric", read_lightning_word)
 
 
-def _lightning_cli(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+def _read_lightning_cli(found: ScriptContents, call: ast.Call, names: frozenset[str]) -> None:
     if not names or not all(map(_FULL_NAMES.match, names)):
         return
     found.tools.add("lightning cli")
-    defaults = argument(call, "trainer_defaults")
+    defaults = find_argument(call, "trainer_defaults")
     for key, value in zip(defaults.keys, defaults.values, strict=True) if isinstance(defaults, ast.Dict) else ():
         if isinstance(key, ast.Constant) and key.value == "precision" and isinstance(value, ast.Constant):
-            reading = lightning_claim("trainer_defaults(precision)", value.value)
+            reading = read_lightning_word("trainer_defaults(precision)", value.value)
             setting = found.setting(value, "trainer_defaults(precision)", value.value, reading.means).read_as(reading)
             found.settings.append(replace(setting, tool="lightning cli", level="default"))
 
 
-def _training_arguments(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+def _read_training_arguments(found: ScriptContents, call: ast.Call, names: frozenset[str]) -> None:
     if not names or not all(name.startswith(_OF_TRANSFORMERS) for name in names):
         return
     for key in ("fp16", "bf16"):
-        _say(found, call, key, "transformers", _flag_claim)
-    given = argument(call, "logging_nan_inf_filter")
+        _add_keyword_setting(found, call, key, "transformers", _read_flag_claim)
+    given = find_argument(call, "logging_nan_inf_filter")
     if given is not None and found.script.constant(given) is True:
-        key = f"{_called_last_name(call)}(logging_nan_inf_filter)"
+        key = f"{_find_called_last_name(call)}(logging_nan_inf_filter)"
         setting = found.setting(given, key, True, "losses that are not finite are left out of the logs")
         found.settings.append(replace(setting, tool="transformers"))
 
 
-def _flag_claim(key: str, value: object) -> WordReading:
-    reading = safe_claim(key.partition("(")[2].rstrip(")"), value)
+def _read_flag_claim(key: str, value: object) -> WordReading:
+    reading = read_precision_word(key.partition("(")[2].rstrip(")"), value)
     return reading._replace(claim=replace(reading.claim, key=key, value=value) if reading.claim else None)
 
 
-def _argument_parser(found: Found, call: ast.Call, names: frozenset[str]) -> None:
+def _read_argument_parser(found: ScriptContents, call: ast.Call, names: frozenset[str]) -> None:
     text = ast.dump(call)
     if "TrainingArguments" in text or "SFTConfig" in text:
         found.tools.add("transformers")
 
 
-def _matmul_precision(found: Found, call: ast.Call, names: frozenset[str]) -> None:
-    value = _value(found, call.args[0])[0] if call.args else _Unknown
+def _read_matmul_precision(found: ScriptContents, call: ast.Call, names: frozenset[str]) -> None:
+    value = _resolve_value(found, call.args[0])[0] if call.args else _UnknownValue
     if isinstance(value, str):
         means = "strict fp32 products" if value == "highest" else "fp32 products may run as tf32 or less"
         found.settings.append(found.setting(call, "set_float32_matmul_precision", value, means))
 
 
-def _hydra_main(found: Found, call: ast.Call, names: frozenset[str]) -> None:
-    given = {key: _value(found, value)[0] for key in ("config_path", "config_name") if (value := argument(call, key))}
+def _read_hydra_main(found: ScriptContents, call: ast.Call, names: frozenset[str]) -> None:
+    given = {
+        key: _resolve_value(found, value)[0]
+        for key in ("config_path", "config_name")
+        if (value := find_argument(call, key))
+    }
     folder, name = given.get("config_path"), given.get("config_name")
     if isinstance(name, str):
         file = name.removesuffix(".yaml") + ".yaml"
         found.names.append(f"{folder}/{file}" if isinstance(folder, str) else file)
 
 
-_CALLS: dict[str, Callable[[Found, ast.Call, frozenset[str]], None]] = {
-    "Accelerator": _accelerator,
-    "Trainer": _trainer,
-    "Fabric": _fabric,
-    "LightningCLI": _lightning_cli,
-    "HfArgumentParser": _argument_parser,
-    "set_float32_matmul_precision": _matmul_precision,
-    "main": _hydra_main,
+_CALLS: dict[str, Callable[[ScriptContents, ast.Call, frozenset[str]], None]] = {
+    "Accelerator": _read_accelerator_call,
+    "Trainer": _read_trainer_call,
+    "Fabric": _read_fabric_call,
+    "LightningCLI": _read_lightning_cli,
+    "HfArgumentParser": _read_argument_parser,
+    "set_float32_matmul_precision": _read_matmul_precision,
+    "main": _read_hydra_main,
 }
 
 
-def _collect_rates_and_clipping(found: Found, call: ast.Call, last: str) -> None:
+def _collect_rates_and_clipping(found: ScriptContents, call: ast.Call, last: str) -> None:
     clips = last in ("clip_grad_norm_", "clip_grad_norm")
     for keyword in call.keywords:
         if keyword.arg not in LEARNING_RATE | CLIPPING or (keyword.arg == "max_norm" and not clips):
             continue
-        value = _value(found, keyword.value)[0]
+        value = _resolve_value(found, keyword.value)[0]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             what = "learning rate" if keyword.arg in LEARNING_RATE else "gradient clipping"
             found.training.append(found.setting(keyword.value, keyword.arg, value, what))
@@ -301,46 +314,46 @@ def _collect_rates_and_clipping(found: Found, call: ast.Call, last: str) -> None
         found.training.append(found.setting(call, "max_norm", call.args[1].value, "gradient clipping"))
 
 
-def _autocast(found: Found, autocast: Autocast) -> FoundSetting:
+def _build_autocast_setting(found: ScriptContents, autocast: Autocast) -> FoundSetting:
     """Return an autocast that may be on, and is no island in fp32.
 
     It speaks for the run only where nothing chooses whether it is opened: at the top of the script, or in `main`.
     """
     call, script = autocast.call, found.script
-    given = argument(call, "enabled")
-    name = _value(found, given)[1] if given is not None else ""
+    given = find_argument(call, "enabled")
+    name = _resolve_value(found, given)[1] if given is not None else ""
     enabled = found.arguments[name][0] if name else autocast.enabled
     scope = script.scopes[call]
     at_top = not isinstance(scope, (*FUNCTIONS, ast.Lambda)) or getattr(scope, "name", "") == _MAIN
-    is_plain = at_top and not any(_chooses(one) for one in ancestors(script, call))
+    is_plain = at_top and not any(_is_choice(one) for one in iterate_ancestors(script, call))
     reading = WordReading(None, UNRESOLVED)
     # Off by a default of the script's own, the flag is there to be given.
     if is_plain and enabled is True and autocast.format is not None:
-        reading = lightning_claim("autocast", autocast.format)
+        reading = read_lightning_word("autocast", autocast.format)
     setting = found.setting(call, "autocast(enabled)" if name else "autocast", autocast.format or "...", reading.means)
     claim = replace(reading.claim, key=setting.key, value=setting.value) if reading.claim else None
     return replace(setting, claim=claim, argument=name if is_plain else "", tool="torch")
 
 
-def _chooses(node: ast.AST) -> bool:
+def _is_choice(node: ast.AST) -> bool:
     is_main = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
     return isinstance(node, (ast.If, ast.IfExp, ast.Match, ast.ExceptHandler)) and not is_main
 
 
-def _read_assignment(found: Found, node: ast.Assign) -> None:
+def _read_assignment(found: ScriptContents, node: ast.Assign) -> None:
     target = node.targets[0]
     if isinstance(target, ast.Attribute) and target.attr in ("allow_tf32", "fp32_precision"):
         if isinstance(node.value, ast.Constant):
             on = node.value.value in (True, "tf32")
             means = "fp32 products may run as tf32" if on else "no tf32"
-            found.settings.append(found.setting(node, path_of(target) or target.attr, node.value.value, means))
-    elif isinstance(target, ast.Subscript) and _last_name(target.value) == "environ":
-        _environ(found, node, target)
+            found.settings.append(found.setting(node, format_variable(target) or target.attr, node.value.value, means))
+    elif isinstance(target, ast.Subscript) and _find_last_name(target.value) == "environ":
+        _read_environ_assignment(found, node, target)
 
 
-def _environ(found: Found, node: ast.Assign, target: ast.Subscript) -> None:
+def _read_environ_assignment(found: ScriptContents, node: ast.Assign, target: ast.Subscript) -> None:
     name = target.slice.value if isinstance(target.slice, ast.Constant) else None
-    value = _value(found, node.value)[0]
+    value = _resolve_value(found, node.value)[0]
     if name not in VARIABLES or not isinstance(value, str):
         return
     place = found.script.file
@@ -348,35 +361,35 @@ def _environ(found: Found, node: ast.Assign, target: ast.Subscript) -> None:
         setting = replace(read_variable(str(name), value), place=place, line=node.lineno)
     except HalfstepError as error:
         unread = FoundSetting("environment", place, str(name), value, "", node.lineno, tool="accelerate")
-        setting = unread.read_as(unknown_word(error.given))
+        setting = unread.read_as(build_unknown_reading(error.given))
     found.settings.append(setting)
 
 
-def _argument(found: Found, call: ast.Call) -> None:
+def _read_script_argument(found: ScriptContents, call: ast.Call) -> None:
     """Remember the default of an argument of a command line, and its choices; without a default, a switch is False."""
     flags = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     long = next((flag for flag in flags if flag.startswith("--")), None)
     if long is None:
         return
-    dest, action, default = (argument(call, name) for name in ("dest", "action", "default"))
+    dest, action, default = (find_argument(call, name) for name in ("dest", "action", "default"))
     name = dest.value if isinstance(dest, ast.Constant) else long.lstrip("-").replace("-", "_")
-    value = _value(found, default)[0] if default is not None else None
+    value = _resolve_value(found, default)[0] if default is not None else None
     if value is None and isinstance(action, ast.Constant):
         value = {"store_true": False, "store_false": True}.get(str(action.value))
     found.arguments[str(name)] = (value, call.lineno)
-    choices = argument(call, "choices")
+    choices = find_argument(call, "choices")
     if isinstance(choices, (ast.List, ast.Tuple, ast.Set)):
         found.words |= {str(one.value) for one in choices.elts if isinstance(one, ast.Constant)}
 
 
-def _list_own_arguments(found: Found) -> Iterator[FoundSetting]:
+def _list_own_arguments(found: ScriptContents) -> Iterator[FoundSetting]:
     """Yield the defaults of a script's own arguments that speak of precision; none of them decides."""
     used = {setting.argument for setting in found.settings}
     for name, (default, line) in found.arguments.items():
         # The setting that takes an argument has its default already, with the line of the call.
-        if name not in PRECISION_KEYS or default is None or default is _Unknown or name in used:
+        if name not in PRECISION_KEYS or default is None or default is _UnknownValue or name in used:
             continue
-        reading = own_claim(name, default)
+        reading = read_own_word(name, default)
         speaks = name in SWITCHES or default not in (True, False)
         where = FoundSetting("code", found.script.file, f"--{name} default", default, "", line, argument=name)
         where = where.read_as(reading if speaks else reading._replace(claim=None))

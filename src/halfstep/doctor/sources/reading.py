@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from halfstep.doctor.settings import OWN_WORD, FoundSetting, Kind, SettingsFile, WordReading, printable, unknown_word
+from halfstep.doctor.settings import (
+    OWN_WORD,
+    FoundSetting,
+    Kind,
+    SettingsFile,
+    WordReading,
+    build_unknown_reading,
+    format_safe_text,
+)
 from halfstep.errors import HalfstepError, MissingExtra
-from halfstep.precision.names import AMP, AMP_MEANS, Claim, Named, read_claims
+from halfstep.precision.names import AMP, AMP_MEANS, NamedPrecision, PrecisionClaim, parse_precision_claims
 
 LEARNING_RATE = frozenset({"lr", "learning_rate", "base_lr", "max_lr"})
 CLIPPING = frozenset(
@@ -38,30 +46,30 @@ def read_document(kind: Kind, path: str, text: str | None = None) -> SettingsFil
     Raise `MissingExtra` without a YAML reader, and the reader's errors for an invalid file.
     """
     try:
-        from halfstep.recipe.sources import is_path, recipe_text
+        from halfstep.recipe.sources import is_recipe_path, read_recipe_text
     except ModuleNotFoundError as missing:
         raise _missing_extra_error(missing) from None
 
     if text is not None:
-        return document_of(kind, path, text)
-    # A bare name is a shipped recipe to `recipe_text`; with ./ it is a file.
-    place = path if kind == "recipe" or is_path(path) else f"./{path}"
-    return document_of(kind, place, recipe_text(place)[1])
+        return parse_document(kind, path, text)
+    # A bare name is a shipped recipe to `read_recipe_text`; with ./ it is a file.
+    place = path if kind == "recipe" or is_recipe_path(path) else f"./{path}"
+    return parse_document(kind, place, read_recipe_text(place)[1])
 
 
-def document_of(kind: Kind, place: str, text: str) -> SettingsFile:
+def parse_document(kind: Kind, place: str, text: str) -> SettingsFile:
     """Return the text of a file as plain data; raise the reader's errors for anything else."""
     try:
-        from halfstep.recipe.strict_yaml import FastLoader, read_with_lines
+        from halfstep.recipe.strict_yaml import FastLoader, parse_yaml_with_lines
     except ModuleNotFoundError as missing:
         raise _missing_extra_error(missing) from None
     # JSON is valid YAML except for tabs between tokens; tabs inside strings are invalid JSON anyway.
     # A project has hundreds of files: libyaml's parser.
-    read = read_with_lines(text.replace("\t", " ") if place.endswith(".json") else text, place, FastLoader)
+    read = parse_yaml_with_lines(text.replace("\t", " ") if place.endswith(".json") else text, place, FastLoader)
     return SettingsFile(kind, place, read.content, read.lines, text)
 
 
-def foreign_document_of(place: str, text: str) -> SettingsFile:
+def parse_foreign_document(place: str, text: str) -> SettingsFile:
     """Return the text of any project's file as plain data; raise the reader's errors for anything else."""
     try:
         from halfstep.doctor.sources.foreign import read_foreign
@@ -79,21 +87,21 @@ def _missing_extra_error(missing: ModuleNotFoundError) -> MissingExtra:
     )
 
 
-def claims_in(document: SettingsFile, prefix: str, settings: Mapping[str, object]) -> list[Claim]:
+def read_section_claims(document: SettingsFile, prefix: str, settings: Mapping[str, object]) -> list[PrecisionClaim]:
     """Return the claims of these settings; an error names the file and the section."""
     try:
-        return read_claims(settings)
+        return parse_precision_claims(settings)
     except HalfstepError as error:
-        section = f" ({printable(prefix[:-1])})" if prefix else ""
-        line = _line_of_mistake(document, prefix, settings)
+        section = f" ({format_safe_text(prefix[:-1])})" if prefix else ""
+        line = _find_mistake_line(document, prefix, settings)
         given = f"{document.place}{section}: {error.given}{f' (line {line})' if line else ''}"
         raise type(error)(given, allowed=error.allowed, do=error.do, id=error.id, line=line) from None
 
 
-def _line_of_mistake(document: SettingsFile, prefix: str, settings: Mapping[str, object]) -> int | None:
+def _find_mistake_line(document: SettingsFile, prefix: str, settings: Mapping[str, object]) -> int | None:
     for key, value in settings.items():
         try:
-            read_claims({key: value})
+            parse_precision_claims({key: value})
         except HalfstepError:
             return document.lines.get(prefix + key)
     return None
@@ -108,58 +116,59 @@ LIGHTNING_TRUE = {
 """Lightning's words for weights that are themselves in a narrow format, which no recipe of halfstep may ask for."""
 
 
-def lightning_claim(key: str, value: object) -> WordReading:
+def read_lightning_word(key: str, value: object) -> WordReading:
     """Return the reading of one of Lightning's words; no claim where Lightning has no such word."""
     word = str(value).strip().lower()
     if word in LIGHTNING_TRUE:
         name = LIGHTNING_TRUE[word]
         return WordReading(
-            Claim(key, value, says=Named(name, "Lightning's word")), f"weights are also stored in {name}"
+            PrecisionClaim(key, value, says=NamedPrecision(name, "Lightning's word")),
+            f"weights are also stored in {name}",
         )
     if word in ("64-true", "64"):
         return WordReading(None, "compute in 64 bits")
     try:
-        claim = read_claims({"precision": value})[0]
+        claim = parse_precision_claims({"precision": value})[0]
     except HalfstepError as error:
-        return unknown_word(error.given)
-    return WordReading(replace(claim, key=key, value=value), meaning(claim))
+        return build_unknown_reading(error.given)
+    return WordReading(replace(claim, key=key, value=value), describe_claim(claim))
 
 
-def safe_claim(key: str, value: object) -> WordReading:
+def read_precision_word(key: str, value: object) -> WordReading:
     """Return the reading of a precision key; no claim, and why, where it cannot be read."""
     try:
-        claim = next(iter(read_claims({key: value})), None)
+        claim = next(iter(parse_precision_claims({key: value})), None)
     except HalfstepError as error:
-        return unknown_word(error.given)
-    return WordReading(claim, meaning(claim))
+        return build_unknown_reading(error.given)
+    return WordReading(claim, describe_claim(claim))
 
 
-def halfstep_claim(key: str, value: object) -> WordReading:
+def read_halfstep_word(key: str, value: object) -> WordReading:
     """Return the reading of a precision key that halfstep itself reads."""
-    found = safe_claim(key, value)
-    claim = as_halfstep_reads(found.claim)
-    return found if claim is found.claim else WordReading(claim, meaning(claim))
+    found = read_precision_word(key, value)
+    claim = convert_to_halfstep_claim(found.claim)
+    return found if claim is found.claim else WordReading(claim, describe_claim(claim))
 
 
-def as_halfstep_reads(claim: Claim | None) -> Claim | None:
+def convert_to_halfstep_claim(claim: PrecisionClaim | None) -> PrecisionClaim | None:
     """Return a claim as halfstep takes it: mixed precision without a format is the device's own, in others fp16."""
     without_format = claim is not None and claim.says is None and claim.otherwise == "fp16"
     return replace(claim, otherwise=AMP) if claim is not None and without_format else claim
 
 
-def own_claim(key: str, value: object) -> WordReading:
+def read_own_word(key: str, value: object) -> WordReading:
     """Return the reading of a precision key that a project's own code reads.
 
     A word that is not known is the project's own, and claims nothing.
     """
     try:
-        claim = next(iter(read_claims({key: value})), None)
+        claim = next(iter(parse_precision_claims({key: value})), None)
     except HalfstepError:
         return OWN_WORD
-    return WordReading(claim, meaning(claim))
+    return WordReading(claim, describe_claim(claim))
 
 
-def is_word(key: str, value: object) -> bool:
+def is_precision_word(key: str, value: object) -> bool:
     """Return whether a value of a precision key can be a word on precision; `precision: 4` is a number of digits."""
     if isinstance(value, (bool, Mapping)):
         return True
@@ -172,7 +181,7 @@ Claims = Callable[[str, object], WordReading]
 """Reads a word of one program."""
 
 
-def training_settings(document: SettingsFile, prefix: str, section: Mapping[str, object]) -> list[FoundSetting]:
+def read_training_settings(document: SettingsFile, prefix: str, section: Mapping[str, object]) -> list[FoundSetting]:
     """Return the learning rate and clipping where they are numbers."""
     found = []
     for key, value in section.items():
@@ -184,7 +193,7 @@ def training_settings(document: SettingsFile, prefix: str, section: Mapping[str,
     return found
 
 
-def meaning(claim: Claim | None) -> str:
+def describe_claim(claim: PrecisionClaim | None) -> str:
     """Return a claim in words."""
     if claim is None:
         return "no effect: its switch is off, or the launcher decides"

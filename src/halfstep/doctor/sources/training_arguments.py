@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from halfstep.doctor.settings import SettingsFile, SettingSource
-from halfstep.doctor.sources.reading import safe_claim, training_settings
+from halfstep.doctor.sources.reading import read_precision_word, read_training_settings
 
 ARGUMENTS = frozenset(
     {
@@ -43,14 +43,16 @@ _TELLS_NOTHING = {
 }
 
 
-def arguments_settings(document: SettingsFile) -> SettingSource:
+def read_arguments_settings(document: SettingsFile) -> SettingSource:
     """Return the precision fields of TrainingArguments; `false` leaves the choice to the environment."""
     content, found = document.content, []
     for key in ("fp16", "bf16"):
         if content.get(key) is not None:
-            reading = safe_claim(key, content[key])
+            reading = read_precision_word(key, content[key])
             found.append(document.setting(key, content[key], reading.means).read_as(reading))
     told = [key for key in _TELLS_NOTHING if content.get(key) is not None]
     found += [document.setting(key, content[key], _TELLS_NOTHING[key]) for key in told]
     named = [str(content[key]) for key in ("deepspeed", "fsdp_config") if isinstance(content.get(key), str)]
-    return SettingSource("transformers", document.place, found, training_settings(document, "", content), names=named)
+    return SettingSource(
+        "transformers", document.place, found, read_training_settings(document, "", content), names=named
+    )

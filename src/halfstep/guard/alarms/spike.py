@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from halfstep.guard.alarms.usual_loss import FAR, RecentLosses, check_version
+from halfstep.guard.alarms.usual_loss import FAR, RecentLosses, check_saved_keys
 from halfstep.step.report import GUARD, StepReport
 
 # Judge losses in a row above the limit. One alone says nothing: it may be a bad batch. Losses that stay together or
@@ -46,7 +46,7 @@ class Rise(Enum):
     RUINED = "ruined"
 
 
-def judged(logs: Sequence[float], *, far: bool) -> Rise:
+def classify_rise(logs: Sequence[float], *, far: bool) -> Rise:
     """Judge the losses above the limit since the last usual one, given in log space.
 
     `far` says whether the newest may be those of ruined weights.
@@ -61,10 +61,10 @@ def judged(logs: Sequence[float], *, far: bool) -> Rise:
         # Without a trend, four losses have all of the second half below all of the first one time in six.
         falls = max(logs[-half:]) < min(logs[:half])
         return Rise.OPEN if falls else Rise.RUINED
-    return Rise.OPEN if _middle(logs[-half:]) > _middle(logs[:half]) + RISES else Rise.NEW_LEVEL
+    return Rise.OPEN if _compute_median(logs[-half:]) > _compute_median(logs[:half]) + RISES else Rise.NEW_LEVEL
 
 
-def _middle(logs: Sequence[float]) -> float:
+def _compute_median(logs: Sequence[float]) -> float:
     ordered = sorted(logs)
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
@@ -100,7 +100,7 @@ class LossWatch:
         rise = [*self.above, loss]
         newest = rise[-ruin.in_a_row :]
         far = len(newest) == ruin.in_a_row and all(self.usual.is_far(one, ruin.times) for one in newest)
-        return judged(self.usual.logs(rise), far=far)
+        return classify_rise(self.usual.logs(rise), far=far)
 
     def hold(self, loss: float, attempt: int) -> None:
         """Record a loss above the limit until it is known what it is."""
@@ -172,7 +172,7 @@ class LossWatch:
     def from_dict(cls, plain: Mapping[str, Any]) -> LossWatch:
         """Return the object from `state_dict()`; raise StateMismatch for a state of another version."""
         watched = cls()
-        check_version(watched.state_dict(), plain)
+        check_saved_keys(watched.state_dict(), plain)
         watched.usual.load_state_dict(plain["usual"])
         watched.above = [float(loss) for loss in plain["above"]]
         watched.above_since = int(plain["above_since"])
@@ -209,7 +209,7 @@ class Notice:
     """Whether the user should be warned; batches of a few samples have harmless spikes."""
 
 
-class Spike:
+class SpikeGuard:
     """A guard that watches finite losses; with `refuses`, it refuses updates whose loss is far above those before."""
 
     name = NAME

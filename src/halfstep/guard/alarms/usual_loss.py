@@ -61,16 +61,16 @@ class RecentLosses:
         if not self.first:
             return math.inf
         zero = self._zero()
-        middle = _log(self.median, zero)
-        spread = _log(self._sorted[len(self._sorted) * 9 // 10], zero) - middle
+        middle = _compute_log_height(self.median, zero)
+        spread = _compute_log_height(self._sorted[len(self._sorted) * 9 // 10], zero) - middle
         least = SIGNED_RATIO if zero else RATIO
-        height = max(least, SPREADS * spread, _log(self._decayed_max, zero) - middle + TALLEST)
+        height = max(least, SPREADS * spread, _compute_log_height(self._decayed_max, zero) - middle + TALLEST)
         return max(_invert_log(middle + height, zero), self.median + FIRST * self.first if zero else FIRST * self.first)
 
     def logs(self, losses: Iterable[float]) -> list[float]:
         """Return losses above the limit in log space, in which they are compared."""
         zero = self._zero()
-        return [_log(loss, zero) for loss in losses]
+        return [_compute_log_height(loss, zero) for loss in losses]
 
     def is_far(self, loss: float, times: float = FAR) -> bool:
         """Return whether a loss is more than `times` the highest level that this run has had."""
@@ -113,8 +113,10 @@ class RecentLosses:
         if self._decayed_max <= self.median:
             return
         zero = self._zero()
-        middle = _log(self.median, zero)
-        self._decayed_max = _invert_log(middle + (_log(self._decayed_max, zero) - middle) * FORGETS, zero)
+        middle = _compute_log_height(self.median, zero)
+        self._decayed_max = _invert_log(
+            middle + (_compute_log_height(self._decayed_max, zero) - middle) * FORGETS, zero
+        )
 
     def _zero(self) -> float:
         """Return the scale below which losses are compared linearly; 0 if all are positive."""
@@ -130,7 +132,7 @@ class RecentLosses:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; raise StateMismatch for a state of another version."""
-        check_version(self.state_dict(), state)
+        check_saved_keys(self.state_dict(), state)
         self._losses = deque(float(loss) for loss in state["losses"])
         self._sorted = sorted(self._losses)
         self._decayed_max, self._highest_median = float(state["decayed_max"]), float(state["highest_median"])
@@ -138,7 +140,7 @@ class RecentLosses:
         self.first = float(state["first"])
 
 
-def check_version(own: Collection[str], given: Collection[str]) -> None:
+def check_saved_keys(own: Collection[str], given: Collection[str]) -> None:
     """Raise StateMismatch if a saved state has other keys than this version's own."""
     if set(given) != set(own):
         raise StateMismatch(
@@ -148,7 +150,7 @@ def check_version(own: Collection[str], given: Collection[str]) -> None:
         )
 
 
-def _log(loss: float, zero: float) -> float:
+def _compute_log_height(loss: float, zero: float) -> float:
     if zero:
         return math.asinh(loss / zero)
     return math.log(loss) if loss > 0.0 else -math.inf

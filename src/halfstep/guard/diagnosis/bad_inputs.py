@@ -16,12 +16,20 @@ from halfstep import distributed
 from halfstep.formats import widest_dtype
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import ProposedRemedy
-from halfstep.numbers import number
-from halfstep.observe.nonfinite_origin import BATCH, INF, MINUS_INF, NAN, all_finite, kinds_of, local
-from halfstep.observe.reachable import leaves
-from halfstep.observe.recorder import as_written, storage_key
+from halfstep.numbers import format_number
+from halfstep.observe.nonfinite_origin import (
+    BATCH,
+    INF,
+    MINUS_INF,
+    NAN,
+    extract_local_tensor,
+    find_nonfinite_kinds,
+    is_all_finite,
+)
+from halfstep.observe.reachable import iterate_tensor_leaves
+from halfstep.observe.recorder import identify_storage, strip_compile_wrappers
 from halfstep.step.rerun import ATTRIBUTE, HeldTensors
-from halfstep.step.step_inputs import StepInputs, versions_of
+from halfstep.step.step_inputs import StepInputs, list_batch_versions
 
 UNUSUAL, ABSURD = 1e4, 1e6
 """The size of values above which a batch may not be normalized: after finite steps, and in the first step."""
@@ -29,7 +37,7 @@ FAR = 1e3
 """The ratio to the largest value of all other samples above which a sample is far from them."""
 
 
-class Spot(NamedTuple):
+class BatchSpot(NamedTuple):
     """One place in a batch."""
 
     microbatch: int
@@ -50,43 +58,45 @@ class Spot(NamedTuple):
         batch = f"micro-batch {self.microbatch}" if self.of > 1 else "the batch"
         where = batch + (f"{self.leaf}" if self.leaf else "")
         sample = "" if self.sample is None else f", sample {self.sample}"
-        process = f" of rank {self.rank}" if distributed.size() > 1 else ""
+        process = f" of rank {self.rank}" if distributed.count_ranks() > 1 else ""
         return f"{where}{sample}{process}"
 
 
-def not_finite(microbatches: Sequence[Any], name: str | None, written: frozenset[int] = frozenset()) -> list[Spot]:
+def find_nonfinite_spots(
+    microbatches: Sequence[Any], name: str | None, written: frozenset[int] = frozenset()
+) -> list[BatchSpot]:
     """Return the places with non-finite values, on any rank; the tensor of this name comes first.
 
-    `written` are the storages that `written_storages` returned before the reruns.
+    `written` are the storages that `find_written_storages` returned before the reruns.
     """
     found = [
         (
             f"{BATCH}[{index}]{path}" != name,
-            _spot(index, len(microbatches), path, leaf)._replace(written=storage_key(leaf) in written),
+            _build_spot(index, len(microbatches), path, leaf)._replace(written=identify_storage(leaf) in written),
         )
-        for index, path, leaf in _floating(microbatches)
-        if not all_finite(leaf)
+        for index, path, leaf in _iterate_floating_leaves(microbatches)
+        if not is_all_finite(leaf)
     ]
     # -inf comes last: masks contain it on purpose.
     return _share_spots([spot for _, spot in sorted(found, key=lambda pair: (pair[0], pair[1].value == MINUS_INF))])
 
 
-def written_storages(attempt: StepInputs) -> frozenset[int]:
+def find_written_storages(attempt: StepInputs) -> frozenset[int]:
     """Return the storages of the batch that were written to since the step began; all of them if that is not known."""
-    found = [leaf for microbatch in attempt.microbatches for _, leaf in leaves(microbatch)]
-    versions = versions_of(attempt.microbatches)
+    found = [leaf for microbatch in attempt.microbatches for _, leaf in iterate_tensor_leaves(microbatch)]
+    versions = list_batch_versions(attempt.microbatches)
     known = len(versions) == len(attempt.versions) == len(found)
     before: Sequence[int | None] = attempt.versions if known else [None] * len(found)
     changed = zip(found, before, versions if known else before, strict=True)
     return frozenset(
-        storage_key(leaf)
+        identify_storage(leaf)
         for leaf, then, now in changed
         if (then is None or then != now) and leaf.layout is torch.strided and not leaf.is_meta
     )
 
 
 @contextmanager
-def with_ordinary_numbers(attempt: StepInputs, written: frozenset[int], *, zeros: bool) -> Iterator[None]:
+def replace_written_tensors(attempt: StepInputs, written: frozenset[int], *, zeros: bool) -> Iterator[None]:
     """Replace non-finite tensors that the step may have written by numbers from 0.25 to 0.75, until the block ends.
 
     With `zeros`, non-finite values become 0. Finite ones are replaced as well: they are results of the first write.
@@ -94,8 +104,11 @@ def with_ordinary_numbers(attempt: StepInputs, written: frozenset[int], *, zeros
     chance = torch.Generator().manual_seed(0)
     kept = [
         (leaf, leaf.clone())
-        for _, _, leaf in _floating(attempt.microbatches)
-        if storage_key(leaf) in written and not leaf.is_inference() and leaf.itemsize > 1 and not all_finite(leaf)
+        for _, _, leaf in _iterate_floating_leaves(attempt.microbatches)
+        if identify_storage(leaf) in written
+        and not leaf.is_inference()
+        and leaf.itemsize > 1
+        and not is_all_finite(leaf)
     ]
     for leaf, copy in kept:
         ordinary = (0.25 + 0.5 * torch.rand(copy.shape, generator=chance)).to(copy)
@@ -107,31 +120,34 @@ def with_ordinary_numbers(attempt: StepInputs, written: frozenset[int], *, zeros
             leaf.copy_(copy)
 
 
-def outlier(microbatches: Sequence[Any]) -> Spot | None:
+def find_outlier_sample(microbatches: Sequence[Any]) -> BatchSpot | None:
     """Return the one sample whose values are far from those of all others, on any rank, or None."""
-    found = [spot for path in dict.fromkeys(path for _, path, _ in _floating(microbatches))
+    found = [spot for path in dict.fromkeys(path for _, path, _ in _iterate_floating_leaves(microbatches))
              if (spot := _find_far_sample(microbatches, path)) is not None]  # fmt: skip
     return next(iter(_share_spots(found)), None)
 
 
-def far_from_one(microbatches: Sequence[Any], limit: float) -> list[Spot]:
+def find_large_tensors(microbatches: Sequence[Any], limit: float) -> list[BatchSpot]:
     """Return the tensors with values above a limit, on any rank, the largest first."""
     found = []
-    for path in dict.fromkeys(path for _, path, _ in _floating(microbatches)):
-        sizes = _sizes(microbatches, path)
+    for path in dict.fromkeys(path for _, path, _ in _iterate_floating_leaves(microbatches)):
+        sizes = _list_sample_maxima(microbatches, path)
         if sizes and sizes[0][0] > limit:
             largest, index, sample = sizes[0]
             found.append(
-                (largest, Spot(index, len(microbatches), path, sample, number(largest), 1, distributed.rank()))
+                (
+                    largest,
+                    BatchSpot(index, len(microbatches), path, sample, format_number(largest), 1, distributed.rank()),
+                )
             )
     return _share_spots([spot for _, spot in sorted(found, key=lambda pair: -pair[0])])
 
 
-def normalized(attempt: StepInputs, spot: Spot) -> StepInputs:
+def normalize_spot(attempt: StepInputs, spot: BatchSpot) -> StepInputs:
     """Return the same step with the tensor at this place divided by its root mean square."""
 
     def ordinary(microbatch: Any) -> Any:
-        target = next((leaf for path, leaf in leaves(microbatch) if path == spot.leaf), None)
+        target = next((leaf for path, leaf in iterate_tensor_leaves(microbatch) if path == spot.leaf), None)
         if target is None or not target.is_floating_point():
             return microbatch
         wide = target.detach().to(widest_dtype(target.device))
@@ -142,13 +158,13 @@ def normalized(attempt: StepInputs, spot: Spot) -> StepInputs:
     return attempt._replace(microbatches=[ordinary(microbatch) for microbatch in attempt.microbatches])
 
 
-def without(attempt: StepInputs, spot: Spot) -> StepInputs:
+def replace_sample(attempt: StepInputs, spot: BatchSpot) -> StepInputs:
     """Return the same step with another sample instead of this one, on the rank that has it."""
     if spot.rank != distributed.rank():
         return attempt
     microbatches = list(attempt.microbatches)
     given = microbatches[spot.microbatch]
-    samples = next(leaf for path, leaf in leaves(given) if path == spot.leaf).shape[0]
+    samples = next(leaf for path, leaf in iterate_tensor_leaves(given) if path == spot.leaf).shape[0]
     if samples == 1:
         # The number of micro-batches must stay the same: a loss function may communicate with other ranks in each of
         # them.
@@ -167,54 +183,54 @@ def without(attempt: StepInputs, spot: Spot) -> StepInputs:
     return attempt._replace(microbatches=microbatches)
 
 
-def _floating(microbatches: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:
+def _iterate_floating_leaves(microbatches: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:
     for index, microbatch in enumerate(microbatches):
-        for path, leaf in leaves(microbatch):
+        for path, leaf in iterate_tensor_leaves(microbatch):
             strided = leaf.layout is torch.strided and not leaf.is_meta
             if strided and leaf.numel() and (leaf.is_floating_point() or leaf.is_complex()):
                 yield index, path, leaf.detach()
 
 
-def _spot(index: int, of: int, path: str, leaf: Tensor) -> Spot:
-    kinds = kinds_of(leaf)
+def _build_spot(index: int, of: int, path: str, leaf: Tensor) -> BatchSpot:
+    kinds = find_nonfinite_kinds(leaf)
     value = next(kind for kind in (NAN, INF, MINUS_INF) if kind in kinds)
     real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf.float()
     bad = ~torch.isfinite(real)
     meant = real.isnan() if value == NAN else real == float(value)
     sample = int(meant.nonzero()[0, 0].item()) if leaf.ndim else None
-    return Spot(index, of, path, sample, value, int(bad.sum().item()), distributed.rank())
+    return BatchSpot(index, of, path, sample, value, int(bad.sum().item()), distributed.rank())
 
 
-def _find_far_sample(microbatches: Sequence[Any], path: str) -> Spot | None:
-    sizes = _sizes(microbatches, path)
+def _find_far_sample(microbatches: Sequence[Any], path: str) -> BatchSpot | None:
+    sizes = _list_sample_maxima(microbatches, path)
     if len(sizes) < 2 or not 0 < sizes[1][0] * FAR <= sizes[0][0]:
         return None
     largest, index, sample = sizes[0]
-    value = f"{number(largest)}, and no other sample exceeds {number(sizes[1][0])}"
-    return Spot(index, len(microbatches), path, sample, value, 1, distributed.rank())
+    value = f"{format_number(largest)}, and no other sample exceeds {format_number(sizes[1][0])}"
+    return BatchSpot(index, len(microbatches), path, sample, value, 1, distributed.rank())
 
 
-def _sizes(microbatches: Sequence[Any], path: str) -> list[tuple[float, int, int]]:
+def _list_sample_maxima(microbatches: Sequence[Any], path: str) -> list[tuple[float, int, int]]:
     """Return (largest value, micro-batch, sample) of a tensor's samples, the largest first."""
     found = [
         (largest, index, sample)
-        for index, its_path, leaf in _floating(microbatches)
+        for index, its_path, leaf in _iterate_floating_leaves(microbatches)
         if its_path == path and leaf.ndim and leaf.is_floating_point()
-        for sample, largest in enumerate(_largest_by_sample(leaf))
+        for sample, largest in enumerate(_compute_sample_maxima(leaf))
     ]
     return sorted(found, reverse=True)
 
 
-def _largest_by_sample(leaf: Tensor) -> list[float]:
+def _compute_sample_maxima(leaf: Tensor) -> list[float]:
     wide = leaf.float().reshape(leaf.shape[0], -1)
     found: list[float] = torch.where(wide.isfinite(), wide.abs(), 0).amax(1).tolist()
     return found
 
 
-def _share_spots(mine: list[Spot]) -> list[Spot]:
+def _share_spots(mine: list[BatchSpot]) -> list[BatchSpot]:
     """Return the places of the first rank that has any."""
-    everywhere = [json.loads(text) for text in distributed.from_all(json.dumps(mine))]
-    return [Spot(*plain) for plain in next((spots for spots in everywhere if spots), [])]
+    everywhere = [json.loads(text) for text in distributed.gather_texts(json.dumps(mine))]
+    return [BatchSpot(*plain) for plain in next((spots for spots in everywhere if spots), [])]
 
 
 WEIGHT, BUFFER = "weight ", "buffer "
@@ -225,7 +241,7 @@ _VARIANCES = ("running_var", "moving_var", "running_variance", "moving_variance"
 
 
 @dataclass(frozen=True)
-class Past:
+class PriorSteps:
     """The run before the step, as far as it is known."""
 
     applied: int | None = None
@@ -266,32 +282,34 @@ class Past:
         )
 
 
-def is_state(name: str) -> bool:
+def is_module_tensor(name: str) -> bool:
     """Return whether a tensor of this name belongs to a module."""
     return name.startswith((WEIGHT, BUFFER, ATTRIBUTE))
 
 
-def is_table(name: str, model: nn.Module) -> bool:
+def is_embedding_weight(name: str, model: nn.Module) -> bool:
     """Return whether a weight is looked up row by row, so that steps can succeed without using a bad row."""
     tables = (nn.Embedding, nn.EmbeddingBag)
-    paths = {as_written(path) for path, module in model.named_modules() if isinstance(module, tables)}
+    paths = {strip_compile_wrappers(path) for path, module in model.named_modules() if isinstance(module, tables)}
     return name.removeprefix(WEIGHT).rpartition(".")[0] in paths
 
 
-def named_tensor(name: str, model: nn.Module, held: HeldTensors) -> Tensor | None:
+def find_named_tensor(name: str, model: nn.Module, held: HeldTensors) -> Tensor | None:
     """Return the tensor of this name, or None."""
     if name in held.tensors:
         return held.tensors[name]
-    ours: dict[str, Tensor] = {f"{WEIGHT}{as_written(path)}": weight for path, weight in model.named_parameters()}
-    ours |= {f"{BUFFER}{as_written(path)}": buffer for path, buffer in model.named_buffers()}
+    ours: dict[str, Tensor] = {
+        f"{WEIGHT}{strip_compile_wrappers(path)}": weight for path, weight in model.named_parameters()
+    }
+    ours |= {f"{BUFFER}{strip_compile_wrappers(path)}": buffer for path, buffer in model.named_buffers()}
     return ours.get(name)
 
 
-def bad_rows(tensor: Tensor | None) -> str:
+def describe_bad_rows(tensor: Tensor | None) -> str:
     """Return the non-finite rows of a tensor; empty if there are none, or all are bad."""
     if tensor is None or tensor.ndim < 2:
         return ""
-    mine = local(tensor)
+    mine = extract_local_tensor(tensor)
     bad = [int(row) for row in (~torch.isfinite(mine).flatten(1).all(1)).nonzero().flatten().tolist()]
     if not bad or len(bad) == len(mine):
         return ""
@@ -299,17 +317,17 @@ def bad_rows(tensor: Tensor | None) -> str:
     return f"row {shown}" if len(bad) == 1 else f"rows {shown}, {len(bad)} of {len(mine)}"
 
 
-def impossible(model: nn.Module, held: HeldTensors, outcome: TrialOutcome) -> str:
+def find_negative_variance(model: nn.Module, held: HeldTensors, outcome: TrialOutcome) -> str:
     """Return the name of a negative variance in the module that failed, on any rank; empty if there is none."""
     # Every rank must reach this call: an early return on one of them would leave the others waiting.
-    return next(filter(None, distributed.from_all(_negative_variance(model, held, outcome))), "")
+    return next(filter(None, distributed.gather_texts(_find_local_negative_variance(model, held, outcome))), "")
 
 
-def _negative_variance(model: nn.Module, held: HeldTensors, outcome: TrialOutcome) -> str:
+def _find_local_negative_variance(model: nn.Module, held: HeldTensors, outcome: TrialOutcome) -> str:
     culprit = outcome.culprit
     if culprit is None or culprit.outside is not None:
         return ""
-    modules = [(as_written(path), module) for path, module in model.named_modules()]
+    modules = [(strip_compile_wrappers(path), module) for path, module in model.named_modules()]
     for holder, top in held.modules:
         modules += [(".".join(filter(None, (holder, path))), module) for path, module in top.named_modules()]
     # Modules outside the model have no path in it, so the failing one is not known: all of them are checked.
@@ -318,20 +336,22 @@ def _negative_variance(model: nn.Module, held: HeldTensors, outcome: TrialOutcom
         if path == culprit.module or path in beside:
             for name in _VARIANCES:
                 variance = module._buffers.get(name)
-                if variance is not None and bool((local(variance) < 0).any()):
+                if variance is not None and bool((extract_local_tensor(variance) < 0).any()):
                     return f"{BUFFER}{path}.{name}" if path else f"{BUFFER}{name}"
     return ""
 
 
-def optimizer_evidence(parameter: Tensor | None, optimizers: Iterable[torch.optim.Optimizer]) -> tuple[str, ...]:
+def describe_optimizer_evidence(
+    parameter: Tensor | None, optimizers: Iterable[torch.optim.Optimizer]
+) -> tuple[str, ...]:
     """Return which state of an optimizer is bad for this parameter."""
     # Worth reporting: bad moments would corrupt the parameter again after it was restored.
     found = []
     for optimizer in optimizers:
         for key, value in (optimizer.state.get(parameter, {}) if parameter is not None else {}).items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided:
-                if not all_finite(value):
+                if not is_all_finite(value):
                     found.append(f"the optimizer's {key} of it is not finite either")
-                elif key.endswith("_sq") and bool((local(value) < 0).any()):
+                elif key.endswith("_sq") and bool((extract_local_tensor(value) < 0).any()):
                     found.append(f"the optimizer's {key} of it is negative")
     return tuple(found)

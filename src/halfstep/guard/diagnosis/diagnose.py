@@ -14,7 +14,7 @@ from torch import nn
 from halfstep import distributed
 from halfstep.formats import FP32
 from halfstep.guard.diagnosis import bad_inputs, explain
-from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, remedies_for
+from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, try_precision_remedies
 from halfstep.guard.verdict import (
     CODE,
     COMPILER,
@@ -25,26 +25,26 @@ from halfstep.guard.verdict import (
     STATE,
     WARM_UP,
     Culprit,
-    History,
     ProposedRemedy,
+    StepHistory,
     Verdict,
-    place_of,
+    locate_culprit,
 )
-from halfstep.numbers import size
+from halfstep.numbers import format_bytes
 from halfstep.observe.nonfinite_origin import BATCH, LITERAL, NAN, OTHERS
-from halfstep.precision.precision import Precision, precision_named
-from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, refused_by
-from halfstep.step.rerun import HeldTensors, OnGradients, ReplayConfig, holdings
+from halfstep.precision.precision import Precision, resolve_precision_name
+from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, parse_guard_name
+from halfstep.step.rerun import HeldTensors, OnGradients, ReplayConfig, collect_held_tensors
 from halfstep.step.step_inputs import StepInputs
 
 
-def agreed(verdict: Verdict) -> Verdict:
+def agree_on_verdict(verdict: Verdict) -> Verdict:
     """Return the verdict of the first rank that has an origin, forward before backward; every rank must call this."""
-    verdicts = [Verdict.from_dict(json.loads(text)) for text in distributed.from_all(json.dumps(verdict.as_dict()))]
-    return min(verdicts, key=_rank)
+    verdicts = [Verdict.from_dict(json.loads(text)) for text in distributed.gather_texts(json.dumps(verdict.as_dict()))]
+    return min(verdicts, key=_build_verdict_order)
 
 
-def _rank(verdict: Verdict) -> tuple[bool, bool, bool]:
+def _build_verdict_order(verdict: Verdict) -> tuple[bool, bool, bool]:
     culprit = verdict.culprit
     return culprit is None, culprit is not None and culprit.backward, verdict.cause == NOT_REPRODUCIBLE
 
@@ -56,7 +56,7 @@ MOST_RERUNS = 4
 
 
 @dataclass(frozen=True)
-class Cost:
+class DiagnosisCost:
     """The memory and time that a diagnosis takes."""
 
     parameters: int
@@ -80,15 +80,16 @@ class Cost:
         time = "" if self.seconds is None else f", at least {MOST_RERUNS * self.seconds:.3g} s by the last step's time"
         return (
             f"starting a diagnosis: {self.parameters:,} parameters, so the step is rerun at most {MOST_RERUNS} times"
-            f"{time}; it needs {size(self.gradient_bytes)} for gradients and {size(self.buffer_bytes)} for copies of "
+            f"{time}; it needs {format_bytes(self.gradient_bytes)} for gradients and "
+            f"{format_bytes(self.buffer_bytes)} for copies of "
             "buffers, the activations of an fp32 step, and no copy of the weights"
         )
 
 
-def cost_of(model: nn.Module, seconds: float | None = None) -> Cost:
+def estimate_diagnosis_cost(model: nn.Module, seconds: float | None = None) -> DiagnosisCost:
     """Return the cost of a diagnosis, from shapes alone."""
     parameters = list(model.parameters())
-    return Cost(
+    return DiagnosisCost(
         sum(parameter.numel() for parameter in parameters),
         sum(parameter.numel() * parameter.itemsize for parameter in parameters if parameter.requires_grad),
         sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
@@ -98,8 +99,8 @@ def cost_of(model: nn.Module, seconds: float | None = None) -> Cost:
 
 _FORWARD = (LOSS_NOT_FINITE, BUFFER_NOT_FINITE)
 """The reasons that do not depend on the loss scale."""
-_NO_HISTORY = History()
-_NO_PAST = bad_inputs.Past()
+_NO_HISTORY = StepHistory()
+_NO_PAST = bad_inputs.PriorSteps()
 _WRITTEN = "written"
 _OTHER_LOSS = ProposedRemedy("fix_code", explain.OTHER_LOSS, None)
 _CLONE_FIRST = ProposedRemedy("fix_code", explain.CLONE_FIRST, None)
@@ -108,20 +109,20 @@ _SKIP = ProposedRemedy("skip", "skip this batch", None)
 _SLOWER = ProposedRemedy("lower_rate", "lower the learning rate", None)
 
 
-def diagnose(
+def diagnose_attempt(
     model: nn.Module,
     attempt: StepInputs,
     *,
     precision: Precision,
     reason: str,
-    history: History = _NO_HISTORY,
+    history: StepHistory = _NO_HISTORY,
     compiled: bool = False,
-    past: bad_inputs.Past = _NO_PAST,
+    past: bad_inputs.PriorSteps = _NO_PAST,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     on_gradients: OnGradients | None = None,
     clip_norm: float | None = None,
     seconds: float | None = None,
-    tell: Callable[[Cost], None] = lambda cost: None,
+    tell: Callable[[DiagnosisCost], None] = lambda cost: None,
 ) -> Verdict:
     """Return the cause of a skipped step. The model is not changed.
 
@@ -130,17 +131,17 @@ def diagnose(
     """
     # All ranks make the same reruns, so they must decide from the same facts, and one alone may have noticed the write.
     # With a sharded model, each rank sees other weights and may find another origin.
-    written = _WRITTEN in distributed.from_all(_WRITTEN if attempt.batch_changed else "")
+    written = _WRITTEN in distributed.gather_texts(_WRITTEN if attempt.batch_changed else "")
     # Before the reruns, which may write to the batch as well.
-    storages = bad_inputs.written_storages(attempt) if written else frozenset()
-    cost = cost_of(model, seconds)
+    storages = bad_inputs.find_written_storages(attempt) if written else frozenset()
+    cost = estimate_diagnosis_cost(model, seconds)
     if cost.is_large:
         tell(cost)
     trials = Trials(model, attempt, written=written, most=cost.reruns)
-    case = _Case(
+    case = _DiagnosisCase(
         trials, precision, reason, history, compiled, past, tuple(optimizers), on_gradients, clip_norm, storages
     )
-    verdict = agreed(case.verdict())
+    verdict = agree_on_verdict(case.verdict())
     if not written or _CLONE_FIRST in verdict.remedies:
         return verdict
     # The batch was changed during the step, so the reruns are not quite the step that failed.
@@ -148,15 +149,15 @@ def diagnose(
 
 
 @dataclass(frozen=True)
-class _Case:
+class _DiagnosisCase:
     """One failed step, and everything that was known about it before the reruns."""
 
     trials: Trials
     precision: Precision
     reason: str
-    history: History
+    history: StepHistory
     compiled: bool
-    past: bad_inputs.Past
+    past: bad_inputs.PriorSteps
     optimizers: tuple[torch.optim.Optimizer, ...]
     on_gradients: OnGradients | None
     clip_norm: float | None
@@ -183,7 +184,7 @@ class _Case:
 
     @cached_property
     def _held(self) -> HeldTensors:
-        return holdings(self.trials.model, self.attempt.loss_fn, self.attempt.microbatches)
+        return collect_held_tensors(self.trials.model, self.attempt.loss_fn, self.attempt.microbatches)
 
     @cached_property
     def _update_share(self) -> float | None:
@@ -194,28 +195,30 @@ class _Case:
         taking_part = [
             each for each in self.optimizers if any(id(p) in known for g in each.param_groups for p in g["params"])
         ]
-        mine = explain.update_share(self.history, weights, taking_part, self.clip_norm)
-        found = [float(text) for text in distributed.from_all("" if mine is None else repr(mine)) if text]
+        mine = explain.estimate_update_share(self.history, weights, taking_part, self.clip_norm)
+        found = [float(text) for text in distributed.gather_texts("" if mine is None else repr(mine)) if text]
         return max(found, default=None)
 
     @cached_property
     def _grown(self) -> str:
         """Return how losses or norms have grown; empty if they have not, or if it is not the weights' doing."""
-        found = explain.grown(self.history)
+        found = explain.describe_growth(self.history)
         return found if found and self._weights_moved else ""
 
     @cached_property
     def _weights_moved(self) -> bool:
         """Return whether the weights may have moved enough to make a loss a thousand times as large."""
         share = self._update_share
-        largest = max(float(text) for text in distributed.from_all(repr(explain.largest_weight(self.trials.model)[0])))
+        largest = max(
+            float(text) for text in distributed.gather_texts(repr(explain.find_largest_weight(self.trials.model)[0]))
+        )
         return share is None or share > explain.LARGE_UPDATE or largest > explain.LARGE_WEIGHT
 
     def verdict(self) -> Verdict:
         """Return the verdict; each test assumes that those before it failed."""
         as_it_was = self._run(self._own_scale)
         if as_it_was.error:
-            return Verdict(DATA, explain.not_run(as_it_was), None, (), (_OTHER_LOSS, _SKIP))
+            return Verdict(DATA, explain.explain_not_rerun(as_it_was), None, (), (_OTHER_LOSS, _SKIP))
         if as_it_was.finite:
             return self._verdict_not_rerun()
         # Forward does not depend on the scale; if the step is finite without it, the scale alone is too high.
@@ -232,24 +235,26 @@ class _Case:
     # -- the scale ----------------------------------------------------------------------------------------------
 
     def _scale_too_high(self, at_scale: TrialOutcome) -> Verdict:
-        sentence = explain.scale_too_high(self.scale, at_scale)
+        sentence = explain.explain_high_scale(self.scale, at_scale)
         if self.reason == GRADIENT_OVERFLOW:
             fits = ProposedRemedy("skip", "the loss scale falls by itself", True)
             return Verdict(WARM_UP, f"warm_up: {sentence}", at_scale.culprit, (), (fits,))
         sentence += ", and the scale cannot fall below its floor"
-        remedies = remedies_for(self.trials, self.precision, at_scale.culprit, self._run_in_fp32(), scale=None)
+        remedies = try_precision_remedies(
+            self.trials, self.precision, at_scale.culprit, self._run_in_fp32(), scale=None
+        )
         return Verdict(PRECISION, f"precision: {sentence}", at_scale.culprit, (), remedies)
 
     # -- what does not happen again -----------------------------------------------------------------------------
 
     def _verdict_not_rerun(self) -> Verdict:
-        if (guard := refused_by(self.reason)) is not None:
-            return self._divergence(explain.refused(guard), None)
+        if (guard := parse_guard_name(self.reason)) is not None:
+            return self._divergence(explain.explain_refused_step(guard), None)
         if self.on_gradients is not None and self.reason not in _FORWARD:
             edited = self.trials.run(ReplayConfig(self.precision, on_gradients=self.on_gradients))
             if not edited.finite and not edited.error:
-                fix = ProposedRemedy("fix_code", explain.fix_on_gradients(edited), None)
-                return Verdict(CODE, explain.in_on_gradients(edited), edited.culprit, (), (fix,))
+                fix = ProposedRemedy("fix_code", explain.suggest_gradient_hook_change(edited), None)
+                return Verdict(CODE, explain.explain_gradient_hook(edited), edited.culprit, (), (fix,))
         if self.trials.written:
             sentence = f"data: {explain.BATCH_WRITTEN}; a rerun with its current values is finite"
             return Verdict(DATA, sentence, None, (), (_CLONE_FIRST,))
@@ -288,59 +293,59 @@ class _Case:
         culprit = as_it_was.culprit
         outside = "" if culprit is None else culprit.outside or ""
         if outside.startswith(BATCH):
-            spots = bad_inputs.not_finite(self.attempt.microbatches, outside, self.written)
+            spots = bad_inputs.find_nonfinite_spots(self.attempt.microbatches, outside, self.written)
             if spots and spots[0].written:
                 return self._verdict_batch_written(as_it_was, spots)
             if spots:
-                others = tuple(map(explain.spot, spots[1:]))
-                return Verdict(DATA, f"data: {explain.spot(spots[0])}", culprit, others, (_SKIP,))
+                others = tuple(map(explain.describe_batch_spot, spots[1:]))
+                return Verdict(DATA, f"data: {explain.describe_batch_spot(spots[0])}", culprit, others, (_SKIP,))
         elif outside and outside != OTHERS:
             return self._came_from_outside(as_it_was, outside)
-        if broken := bad_inputs.impossible(self.trials.model, self._held, as_it_was):
+        if broken := bad_inputs.find_negative_variance(self.trials.model, self._held, as_it_was):
             return self._verdict_state(as_it_was, broken, f"{broken} has negative numbers")
         return self._verdict_batch(as_it_was) or self._precision_or_not(as_it_was)
 
-    def _verdict_batch_written(self, as_it_was: TrialOutcome, spots: Sequence[bad_inputs.Spot]) -> Verdict:
+    def _verdict_batch_written(self, as_it_was: TrialOutcome, spots: Sequence[bad_inputs.BatchSpot]) -> Verdict:
         """Return the verdict on a batch that is non-finite now, and that the step wrote to."""
         kinds = {spot.value for spot in spots if spot.written}
         for zeros in (False, True):
-            with bad_inputs.with_ordinary_numbers(self.attempt, self.written, zeros=zeros):
+            with bad_inputs.replace_written_tensors(self.attempt, self.written, zeros=zeros):
                 outcome = self._run(1.0)
                 # Ordinary numbers that fail prove that the code makes them. Zeros that fail prove it only for
                 # infinities: NaN in a batch stays NaN in every operation.
                 same = outcome.culprit is not None and kinds <= set(outcome.culprit.kinds) - {NAN}
                 if not outcome.finite and not outcome.error and (same or not zeros):
                     verdict = self._precision_or_not(outcome)
-                    return replace(verdict, evidence=(explain.spot(spots[0]), *verdict.evidence))
-        return Verdict(DATA, explain.batch_written(spots[0]), as_it_was.culprit, (), (_CLONE_FIRST, _SKIP))
+                    return replace(verdict, evidence=(explain.describe_batch_spot(spots[0]), *verdict.evidence))
+        return Verdict(DATA, explain.explain_written_batch(spots[0]), as_it_was.culprit, (), (_CLONE_FIRST, _SKIP))
 
     def _came_from_outside(self, as_it_was: TrialOutcome, name: str) -> Verdict:
         """Return the verdict on values that came neither from an operation of the step nor from the batch."""
-        culprit, tensor = as_it_was.culprit, bad_inputs.named_tensor(name, self.trials.model, self._held)
+        culprit, tensor = as_it_was.culprit, bad_inputs.find_named_tensor(name, self.trials.model, self._held)
         assert culprit is not None, "it has a name"
         if name == LITERAL:
             return self._verdict_code(as_it_was, as_it_was)
-        rows = bad_inputs.bad_rows(tensor)
-        if bad_inputs.is_state(name):
+        rows = bad_inputs.describe_bad_rows(tensor)
+        if bad_inputs.is_module_tensor(name):
             kinds = " and ".join(culprit.kinds)
             where = f" in {rows}" if rows else ""
             what = f"{name} contains {kinds}{where} before the first operation"
             return self._verdict_state(
-                as_it_was, name, what, bool(rows) and bad_inputs.is_table(name, self.trials.model)
+                as_it_was, name, what, bool(rows) and bad_inputs.is_embedding_weight(name, self.trials.model)
             )
-        return Verdict(DATA, explain.held(culprit, rows), culprit, (), (_SKIP,))
+        return Verdict(DATA, explain.explain_outside_tensor(culprit, rows), culprit, (), (_SKIP,))
 
     def _verdict_state(self, as_it_was: TrialOutcome, name: str, what: str, looked_up: bool = False) -> Verdict:
         # Losses that had grown before explain a bad weight: an update made it, nothing overwrote it.
         if why := self._grown:
-            evidence = (why, *explain.rate_evidence(self.history))
+            evidence = (why, *explain.describe_rate_evidence(self.history))
             return Verdict(DIVERGENCE, f"divergence: {what}, and {why}", as_it_was.culprit, evidence, (_SLOWER,))
-        tensor = bad_inputs.named_tensor(name, self.trials.model, self._held)
-        evidence = bad_inputs.optimizer_evidence(tensor, self.optimizers)
+        tensor = bad_inputs.find_named_tensor(name, self.trials.model, self._held)
+        evidence = bad_inputs.describe_optimizer_evidence(tensor, self.optimizers)
         culprit = as_it_was.culprit
         if culprit is not None and culprit.outside is None:
-            culprit, evidence = replace(culprit, outside=name), (explain.what_happened(as_it_was), *evidence)
-        sentence = explain.state(what, self.past.since(looked_up))
+            culprit, evidence = replace(culprit, outside=name), (explain.describe_failure(as_it_was), *evidence)
+        sentence = explain.explain_bad_state(what, self.past.since(looked_up))
         return Verdict(STATE, sentence, culprit, evidence, (self.past.remedy(name),))
 
     def _verdict_batch(self, as_it_was: TrialOutcome) -> Verdict | None:
@@ -349,22 +354,24 @@ class _Case:
         Returns None if neither explains the failure.
         """
         culprit, microbatches = as_it_was.culprit, self.attempt.microbatches
-        far = bad_inputs.outlier(microbatches)
+        far = bad_inputs.find_outlier_sample(microbatches)
         # Only if the step is finite without it: an unusual sample alone proves nothing.
-        if far is not None and self._finite_in(bad_inputs.without(self.attempt, far)):
-            return Verdict(DATA, explain.reaches(far, as_it_was), culprit, (explain.FINITE_WITHOUT,), (_SKIP,))
-        for found in bad_inputs.far_from_one(microbatches, bad_inputs.UNUSUAL if self._applied else bad_inputs.ABSURD):
-            if self._finite_in(bad_inputs.normalized(self.attempt, found)):
-                sentence = explain.reaches(found, as_it_was)
+        if far is not None and self._finite_in(bad_inputs.replace_sample(self.attempt, far)):
+            return Verdict(DATA, explain.explain_outliers(far, as_it_was), culprit, (explain.FINITE_WITHOUT,), (_SKIP,))
+        for found in bad_inputs.find_large_tensors(
+            microbatches, bad_inputs.UNUSUAL if self._applied else bad_inputs.ABSURD
+        ):
+            if self._finite_in(bad_inputs.normalize_spot(self.attempt, found)):
+                sentence = explain.explain_outliers(found, as_it_was)
                 return Verdict(DATA, sentence, culprit, (explain.FINITE_NORMALIZED,), (_NORMALIZE, _SKIP))
         return None
 
     def _finite_in(self, attempt: StepInputs) -> bool:
         outcome = self.trials.run(ReplayConfig(self.precision, scale=1.0), attempt)
-        return outcome.finite and not explain.strayed(outcome, self.history)
+        return outcome.finite and not explain.describe_fp32_deviation(outcome, self.history)
 
     def _run_in_fp32(self) -> TrialOutcome:
-        return self.trials.run(ReplayConfig(precision_named("fp32"), scale=1.0))
+        return self.trials.run(ReplayConfig(resolve_precision_name("fp32"), scale=1.0))
 
     def _precision_or_not(self, as_it_was: TrialOutcome) -> Verdict:
         if self.precision.computes is FP32:
@@ -381,10 +388,10 @@ class _Case:
         overflows = culprit is not None and culprit.in_fp32 is not None and culprit.in_fp32 > culprit.limit
         if not overflows and not self._happens_again():
             return self._verdict_not_reproducible(explain.NOW_AND_THEN)
-        why = explain.strayed(fp32, self.history)
+        why = explain.describe_fp32_deviation(fp32, self.history)
         # A loss may grow on purpose, slowly, as its weight is raised; a jump is none.
-        if why and (self._weights_moved or not explain.strays_slowly(fp32, self.history)):
-            return self._divergence(f"divergence: {why}", as_it_was.culprit, explain.what_happened(as_it_was))
+        if why and (self._weights_moved or not explain.is_near_last_loss(fp32, self.history)):
+            return self._divergence(f"divergence: {why}", as_it_was.culprit, explain.describe_failure(as_it_was))
         return self._precision(as_it_was, fp32)
 
     def _happens_again(self) -> bool:
@@ -395,9 +402,9 @@ class _Case:
         return bool(once_more.error) or not once_more.finite
 
     def _precision(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
-        remedies = remedies_for(self.trials, self.precision, as_it_was.culprit, fp32)
-        sentence = explain.precision(self.precision, as_it_was, remedies)
-        return Verdict(PRECISION, sentence, as_it_was.culprit, explain.not_helping(remedies), remedies)
+        remedies = try_precision_remedies(self.trials, self.precision, as_it_was.culprit, fp32)
+        sentence = explain.explain_precision_failure(self.precision, as_it_was, remedies)
+        return Verdict(PRECISION, sentence, as_it_was.culprit, explain.list_useless_remedies(remedies), remedies)
 
     def _verdict_without_fp32(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
         """Return the verdict from the one operation that was repeated in fp32 alone, if the step cannot run in fp32."""
@@ -414,31 +421,35 @@ class _Case:
         if not fp32.undefined and not why:
             culprit = fp32.culprit
             largest = fp32.grad_norm if culprit is None else culprit.largest_input
-            why = explain.too_large(self.trials.model, largest, self._applied)
+            why = explain.describe_large_values(self.trials.model, largest, self._applied)
         if not why:
             return self._verdict_code(as_it_was, fp32)
         first = self._first_elsewhere(as_it_was, fp32)
-        return self._divergence(explain.diverged(fp32, why), fp32.culprit, *first)
+        return self._divergence(explain.explain_divergence(fp32, why), fp32.culprit, *first)
 
     def _verdict_code(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
         evidence = (
             *self._first_elsewhere(as_it_was, fp32),
             self._no_divergence,
-            explain.weight_evidence(self.trials.model),
+            explain.describe_weight_evidence(self.trials.model),
         )
-        fix = ProposedRemedy("fix_code", explain.fix(fp32), None)
-        return Verdict(CODE, explain.in_the_code(fp32), fp32.culprit, evidence, (fix,))
+        fix = ProposedRemedy("fix_code", explain.suggest_line_change(fp32), None)
+        return Verdict(CODE, explain.explain_code_failure(fp32), fp32.culprit, evidence, (fix,))
 
     @property
     def _no_divergence(self) -> str:
-        grown, share = explain.grown(self.history), self._update_share
-        return explain.NO_SIGN if not grown or share is None else explain.grown_on_purpose(grown, share)
+        grown, share = explain.describe_growth(self.history), self._update_share
+        return explain.NO_SIGN if not grown or share is None else explain.explain_intended_growth(grown, share)
 
     def _first_elsewhere(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> tuple[str, ...]:
-        if place_of(as_it_was.culprit) == place_of(fp32.culprit):
+        if locate_culprit(as_it_was.culprit) == locate_culprit(fp32.culprit):
             return ()
-        return (f"in {self.precision} it is {explain.place(as_it_was)} first, which {as_it_was.effect}",)
+        return (f"in {self.precision} it is {explain.describe_origin(as_it_was)} first, which {as_it_was.effect}",)
 
     def _divergence(self, sentence: str, culprit: Culprit | None, *first: str) -> Verdict:
-        evidence = (*first, explain.weight_evidence(self.trials.model), *explain.rate_evidence(self.history))
+        evidence = (
+            *first,
+            explain.describe_weight_evidence(self.trials.model),
+            *explain.describe_rate_evidence(self.history),
+        )
         return Verdict(DIVERGENCE, sentence, culprit, evidence, (_SLOWER,))

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import WrongUse, in_one_line
+from halfstep.errors import WrongUse, format_error_line
 from halfstep.guard.diagnosis import diagnose as replay
-from halfstep.guard.diagnosis.bad_inputs import Past
-from halfstep.guard.diagnosis.diagnose import Cost
+from halfstep.guard.diagnosis.bad_inputs import PriorSteps
+from halfstep.guard.diagnosis.diagnose import DiagnosisCost
 from halfstep.guard.streak import Streak
-from halfstep.guard.verdict import PRECISION, WARM_UP, FailedStep, History, Kind, Level, ProposedRemedy, Verdict
-from halfstep.observe.reachable import closure_of, generators_in
-from halfstep.observe.recorder import uses_compiled
-from halfstep.precision.island import islands
+from halfstep.guard.verdict import PRECISION, WARM_UP, FailedStep, Kind, Level, ProposedRemedy, StepHistory, Verdict
+from halfstep.observe.reachable import collect_closure_variables, find_generators
+from halfstep.observe.recorder import has_compiled_code
+from halfstep.precision.island import find_islands
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs
 from halfstep.step.stepper import Stepper
@@ -29,7 +29,7 @@ from halfstep.user_code import warn_user
 _PLAIN = (Tensor, int, float, str, bytes, type(None))
 
 
-class OwnGenerators:
+class GeneratorFinder:
     """A finder of generators: the model and the loss function are searched once, the batch in every step."""
 
     def __init__(self, stepper: Stepper) -> None:
@@ -41,23 +41,25 @@ class OwnGenerators:
         """Return each generator with its current state."""
         key = self._key(loss_fn)
         if key != self._looked_at:
-            self._looked_at, self._found = key, generators_in(loss_fn, self._stepper.model)
-        found = self._found if _is_plain(batch) else {*self._found, *generators_in(batch)}
+            self._looked_at, self._found = key, find_generators(loss_fn, self._stepper.model)
+        found = self._found if _is_plain_batch(batch) else {*self._found, *find_generators(batch)}
         return [(generator, generator.get_state()) for generator in found]
 
     def _key(self, loss_fn: Any) -> Any:
         """Return a key that is the same for a lambda written inside a loop, which is a new object in every step."""
-        held = tuple(map(id, closure_of(loss_fn).values()))
+        held = tuple(map(id, collect_closure_variables(loss_fn).values()))
         return id(getattr(loss_fn, "__code__", loss_fn)), held, self._stepper.model_version
 
 
-def _is_plain(batch: Any, deep: int = 3) -> bool:
+def _is_plain_batch(batch: Any, deep: int = 3) -> bool:
     """Return whether a batch consists of tensors, numbers and containers of these, as nearly all do."""
     # The general search visits every attribute; this test keeps it out of the usual step.
     if isinstance(batch, _PLAIN):
         return True
     items = batch.values() if isinstance(batch, dict) else batch
-    return deep > 0 and isinstance(batch, (dict, tuple, list)) and all(_is_plain(item, deep - 1) for item in items)
+    return (
+        deep > 0 and isinstance(batch, (dict, tuple, list)) and all(_is_plain_batch(item, deep - 1) for item in items)
+    )
 
 
 REMEMBERED = 50
@@ -82,7 +84,7 @@ class Diagnoser:
         self._stepper, self._most, self._record, self._emit = stepper, most, record, emit
         self._diagnoses = 0
         self._steps: deque[Step] = deque(maxlen=REMEMBERED)
-        self._own = OwnGenerators(stepper)
+        self._own = GeneratorFinder(stepper)
         self._generators: Generators = ()
         self._begun: float | None = None
         self._checkpoint, self._resumed_at = "", 0
@@ -99,13 +101,13 @@ class Diagnoser:
         """Record an applied step."""
         self._steps.append((list(report.parts), report.loss, report.grad_norm, rate))
 
-    def history(self, report: StepReport | None = None) -> History:
+    def history(self, report: StepReport | None = None) -> StepHistory:
         """Return the last applied steps; with a report, only those of the same optimizers."""
         # The losses of other optimizers are on another scale.
         names = None if report is None else list(report.parts)
         steps = [step for step in self._steps if names in (None, step[0])]
         _, losses, norms, rates = zip(*steps, strict=True) if steps else ((), (), (), ())
-        return History(losses, norms, tuple(rate for rate in rates if rate is not None))
+        return StepHistory(losses, norms, tuple(rate for rate in rates if rate is not None))
 
     def examine(
         self, report: StepReport, streak: Streak, again: LossFunction | None, *, falling: bool, last: bool
@@ -141,7 +143,7 @@ class Diagnoser:
             report,
             again=replayed.loss_fn,
             history=self.history(report),
-            past=Past(report.step, self._checkpoint, self._resumed_at),
+            past=PriorSteps(report.step, self._checkpoint, self._resumed_at),
             generators=self._generators,
             seconds=took,
             tell=lambda cost: self._emit("alarm", "warning", str(cost), {"attempt": report.attempt, **asdict(cost)}),
@@ -159,13 +161,13 @@ class Diagnoser:
     def _record_step(
         self, record: Callable[[FailedStep], None], verdict: Verdict, report: StepReport, attempt: StepInputs
     ) -> None:
-        placed = tuple(islands(self._stepper.model))
+        placed = tuple(find_islands(self._stepper.model))
         failed = FailedStep(attempt, report, self._stepper.precision.name, placed, self.history(report), verdict)
         try:
             record(failed)
         except Exception as error:
             # Recording writes to disk; a failure there must not end a run that the guard may still repair.
-            text = f"attempt {report.attempt} could not be recorded: {in_one_line(error)}"
+            text = f"attempt {report.attempt} could not be recorded: {format_error_line(error)}"
             self._emit("alarm", "warning", text, {"attempt": report.attempt})
 
     def _observe_only(self, report: StepReport, streak: Streak) -> None:
@@ -184,14 +186,17 @@ class Diagnoser:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error for a state that `load_state_dict` could not use; nothing is changed."""
         int(state["diagnoses"])
-        _steps(state["steps"])
+        _parse_remembered_steps(state["steps"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict()`."""
-        self._diagnoses, self._steps = int(state["diagnoses"]), deque(_steps(state["steps"]), maxlen=REMEMBERED)
+        self._diagnoses, self._steps = (
+            int(state["diagnoses"]),
+            deque(_parse_remembered_steps(state["steps"]), maxlen=REMEMBERED),
+        )
 
 
-def _steps(plain: Any) -> list[Step]:
+def _parse_remembered_steps(plain: Any) -> list[Step]:
     return [
         ([str(name) for name in names], float(loss), float(norm), None if rate is None else float(rate))
         for names, loss, norm, rate in plain
@@ -199,10 +204,10 @@ def _steps(plain: Any) -> list[Step]:
 
 
 Generators = Sequence[tuple[torch.Generator, Tensor]]
-_NO_HISTORY = History()
+_NO_HISTORY = StepHistory()
 
 
-def _warn(cost: Cost) -> None:
+def _warn_of_cost(cost: DiagnosisCost) -> None:
     warn_user(str(cost))
 
 
@@ -211,11 +216,11 @@ def diagnose(
     report: StepReport,
     *,
     again: LossFunction | None = None,
-    history: History = _NO_HISTORY,
-    past: Past | None = None,
+    history: StepHistory = _NO_HISTORY,
+    past: PriorSteps | None = None,
     generators: Generators = (),
     seconds: float | None = None,
-    tell: Callable[[Cost], None] = _warn,
+    tell: Callable[[DiagnosisCost], None] = _warn_of_cost,
 ) -> Verdict:
     """Rerun a skipped step in several ways, and return the cause of its failure.
 
@@ -252,14 +257,14 @@ def diagnose(
         )
     known = {id(generator): (generator, state) for generator, state in (*attempt.own_generators, *generators)}
     replayed = attempt._replace(own_generators=tuple(known.values()), loss_fn=again or attempt.loss_fn)
-    return replay.diagnose(
+    return replay.diagnose_attempt(
         stepper.model,
         replayed,
         precision=stepper.precision,
         reason=report.reason,
         history=history,
-        compiled=uses_compiled(stepper.model, attempt.loss_fn),
-        past=past or Past(applied=report.step),
+        compiled=has_compiled_code(stepper.model, attempt.loss_fn),
+        past=past or PriorSteps(applied=report.step),
         optimizers=tuple(stepper.optimizers.values()),
         on_gradients=stepper.on_gradients,
         clip_norm=stepper.clip_norm,

@@ -14,12 +14,12 @@ from torch import nn
 from halfstep import distributed
 from halfstep.formats import BF16, FORMATS, FP16, FP32
 from halfstep.guard.verdict import Culprit, ProposedRemedy
-from halfstep.numbers import number
-from halfstep.observe.nonfinite_origin import CONSTANT, MINUS_INF, NAN, OTHERS, Made, OperationInput
+from halfstep.numbers import format_number
+from halfstep.observe.nonfinite_origin import CONSTANT, MINUS_INF, NAN, OTHERS, NonfiniteSource, OperationInput
 from halfstep.observe.recorder import OUTSIDE
-from halfstep.precision.hardware import ability, describe
-from halfstep.precision.precision import Precision, precision_named
-from halfstep.step.rerun import ON_GRADIENTS, ReplayConfig, RerunResult, batch_kept, rerun
+from halfstep.precision.hardware import describe_device, find_format_support
+from halfstep.precision.precision import Precision, resolve_precision_name
+from halfstep.step.rerun import ON_GRADIENTS, ReplayConfig, RerunResult, preserve_batch, rerun_step
 from halfstep.step.step_inputs import StepInputs
 
 COUNTS_NOTHING = "counts no element: its Counted(sum, count) has a count of 0"
@@ -70,34 +70,36 @@ class Trials:
         """Rerun the step with this configuration on all ranks, and return the common outcome."""
         # All ranks count the same, so none of them waits in the exchange below for one that has stopped.
         if self.most is not None and self.made >= self.most:
-            return _failed_outcome(f"a model of this size is rerun at most {self.most} times")
+            return _build_failed_outcome(f"a model of this size is rerun at most {self.most} times")
         self.made += 1
         mine = self._run_trial(config, attempt or self.attempt)
-        return _combine_outcomes([_read(json.loads(text)) for text in distributed.from_all(json.dumps(asdict(mine)))])
+        return _combine_outcomes(
+            [_parse_outcome(json.loads(text)) for text in distributed.gather_texts(json.dumps(asdict(mine)))]
+        )
 
     def _run_trial(self, config: ReplayConfig, attempt: StepInputs) -> TrialOutcome:
         try:
-            with batch_kept(attempt.microbatches if self.written else ()):
+            with preserve_batch(attempt.microbatches if self.written else ()):
                 ran = self._rerun_watched(config, attempt)
         except Exception as error:
             # fp32 may need more memory than there is, and a loss function may not support a second call. The outcome is
             # shared either way: the other ranks wait for it.
             said = str(error).partition("\n")[0]
-            return _failed_outcome(f"{type(error).__name__}: {said}" if said else type(error).__name__)
-        return _plain_outcome(ran)
+            return _build_failed_outcome(f"{type(error).__name__}: {said}" if said else type(error).__name__)
+        return _build_outcome(ran)
 
     def _rerun_watched(self, config: ReplayConfig, attempt: StepInputs) -> RerunResult:
         try:
-            return rerun(self.model, attempt, config)
+            return rerun_step(self.model, attempt, config)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AttributeError):
             # An operator such as torch.cond may not support being observed, or running without Dynamo. Whether the step
             # is finite can still be determined.
-            return rerun(self.model, attempt, replace(config, compiled=True))
+            return rerun_step(self.model, attempt, replace(config, compiled=True))
 
 
-def culprit_of(made: Made) -> Culprit:
+def build_culprit(made: NonfiniteSource) -> Culprit:
     """Return the origin of non-finite values as plain data."""
     return Culprit(
         made.name,
@@ -108,17 +110,17 @@ def culprit_of(made: Made) -> Culprit:
         tuple(sorted(made.kinds)),
         max((given.largest for given in made.given), default=0.0),
         made.in_fp32,
-        limit_of(made.format),
+        find_format_limit(made.format),
         made.outside,
     )
 
 
-def _plain_outcome(ran: RerunResult) -> TrialOutcome:
+def _build_outcome(ran: RerunResult) -> TrialOutcome:
     found = TrialOutcome(
         ran.finite,
         ran.loss,
         ran.grad_norm,
-        effect=_effect_without_origin(ran),
+        effect=_describe_sum_overflow(ran),
         bad_parameters=ran.bad_parameters,
         rank=distributed.rank(),
         weight=ran.weight,
@@ -129,23 +131,26 @@ def _plain_outcome(ran: RerunResult) -> TrialOutcome:
     if ran.origin is None:
         return found
     return replace(
-        found, culprit=culprit_of(ran.origin), effect=effect_of(ran.origin), undefined=is_undefined(ran.origin)
+        found,
+        culprit=build_culprit(ran.origin),
+        effect=describe_effect(ran.origin),
+        undefined=has_undefined_result(ran.origin),
     )
 
 
-def _effect_without_origin(ran: RerunResult) -> str:
+def _describe_sum_overflow(ran: RerunResult) -> str:
     """Return what happened if no operation made a non-finite value: their sum overflows."""
-    limit = f"more than fp32's largest number, {number(FP32.largest)}"
+    limit = f"more than fp32's largest number, {format_number(FP32.largest)}"
     if ran.loss_too_large:
         return f"is {limit}"
-    return f"is {number(ran.grad_norm)}, whose square is {limit}" if ran.norm_too_large else ""
+    return f"is {format_number(ran.grad_norm)}, whose square is {limit}" if ran.norm_too_large else ""
 
 
-def _failed_outcome(why: str) -> TrialOutcome:
+def _build_failed_outcome(why: str) -> TrialOutcome:
     return TrialOutcome(False, math.nan, math.nan, error=why, rank=distributed.rank())
 
 
-def _read(plain: Mapping[str, Any]) -> TrialOutcome:
+def _parse_outcome(plain: Mapping[str, Any]) -> TrialOutcome:
     culprit = plain["culprit"]
     return TrialOutcome(
         **{
@@ -162,7 +167,7 @@ def _combine_outcomes(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
     bad = [outcome for outcome in outcomes if not outcome.finite] or outcomes
     weight = sum(outcome.weight for outcome in outcomes)
     found = replace(
-        min(bad, key=_sort_key),
+        min(bad, key=_build_outcome_order),
         loss=sum(outcome.loss * outcome.weight for outcome in outcomes if outcome.weight) / (weight or math.nan),
         grad_norm=max(outcome.grad_norm for outcome in outcomes),
         error=next((outcome.error for outcome in outcomes if outcome.error), ""),
@@ -173,7 +178,7 @@ def _combine_outcomes(outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
     return replace(found, finite=False, effect=COUNTS_NOTHING, undefined=True)
 
 
-def _sort_key(outcome: TrialOutcome) -> tuple[bool, bool, bool]:
+def _build_outcome_order(outcome: TrialOutcome) -> tuple[bool, bool, bool]:
     """Return the sort key of an outcome; ranks that received bad values from another know less than that one."""
     culprit = outcome.culprit
     received = culprit is not None and culprit.outside in (CONSTANT, OTHERS)
@@ -184,19 +189,19 @@ _MODULES = 3
 """The number of enclosing modules that are tried, with the origin's own."""
 
 
-def remedies_for(
+def try_precision_remedies(
     trials: Trials, precision: Precision, culprit: Culprit | None, fp32: TrialOutcome, scale: float | None = 1.0
 ) -> tuple[ProposedRemedy, ...]:
     """Return the remedies for a step that fails in `precision` and not in fp32; `scale` None means the step's own."""
-    tried = _islands(trials, precision, culprit, scale)
+    tried = _try_islands(trials, precision, culprit, scale)
     if precision.computes is FP16:
-        tried += _bf16(trials)
+        tried += _try_bf16(trials)
     tried.append(ProposedRemedy("precision", "fp32", None if fp32.error else True))
     # Stable: the smallest change stays first among those that work.
     return tuple(sorted(tried, key=lambda remedy: not remedy.works))
 
 
-def candidates(model: nn.Module, module: str) -> list[str]:
+def list_island_candidates(model: nn.Module, module: str) -> list[str]:
     """Return the module and those that enclose it, without the model itself: that would be another precision."""
     found: list[str] = []
     while module and module not in (OUTSIDE, ON_GRADIENTS) and len(found) < _MODULES:
@@ -206,12 +211,12 @@ def candidates(model: nn.Module, module: str) -> list[str]:
     return [path for path in found if not isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict))]
 
 
-def _islands(
+def _try_islands(
     trials: Trials, precision: Precision, culprit: Culprit | None, scale: float | None
 ) -> list[ProposedRemedy]:
     """Try islands up to the first that works; enclosing ones would work too, but are larger."""
     tried: list[ProposedRemedy] = []
-    for path in candidates(trials.model, culprit.module) if culprit is not None else ():
+    for path in list_island_candidates(trials.model, culprit.module) if culprit is not None else ():
         outcome = trials.run(ReplayConfig(precision, islands=(path,), scale=scale))
         tried.append(ProposedRemedy("island", path, None if outcome.error else outcome.finite))
         if outcome.finite:
@@ -219,12 +224,12 @@ def _islands(
     return tried
 
 
-def _bf16(trials: Trials) -> list[ProposedRemedy]:
+def _try_bf16(trials: Trials) -> list[ProposedRemedy]:
     device = next(trials.model.parameters()).device
     # If bf16 is only emulated on this device, a run that asks for it gets another precision.
-    if not ability(describe(device), BF16.name).native:
+    if not find_format_support(describe_device(device), BF16.name).native:
         return []
-    outcome = trials.run(ReplayConfig(precision_named("bf16"), scale=1.0))
+    outcome = trials.run(ReplayConfig(resolve_precision_name("bf16"), scale=1.0))
     return [ProposedRemedy("precision", "bf16", None if outcome.error else outcome.finite)]
 
 
@@ -241,21 +246,21 @@ _SOFT = ("softmax", "attention")
 _AVERAGES = ("mean", "var", "std", "nll_loss", "mse_loss", "batch_norm", "layer_norm", "div")
 
 
-def effect_of(made: Made) -> str:
+def describe_effect(made: NonfiniteSource) -> str:
     """Return the effect of an operation, as the predicate of a sentence whose subject is its name."""
     if made.outside is not None:
-        return f"holds {_kinds(made)} before the first operation"
+        return f"holds {_format_kinds(made)} before the first operation"
     return (
         _describe_overflow(made) or _describe_zero_argument(made) or _describe_undefined(made) or _describe_other(made)
     )
 
 
-def limit_of(format: str) -> float:
+def find_format_limit(format: str) -> float:
     """Return the largest number of a format; fp32's for an unknown one."""
     return FORMATS.get(format, FP32).largest
 
 
-def is_undefined(made: Made) -> bool:
+def has_undefined_result(made: NonfiniteSource) -> bool:
     """Return whether neither smaller weights nor wider formats help, since the code asks for an undefined result."""
     return (
         made.outside is None
@@ -264,17 +269,17 @@ def is_undefined(made: Made) -> bool:
     )
 
 
-def _describe_overflow(made: Made) -> str:
+def _describe_overflow(made: NonfiniteSource) -> str:
     """Return how far the result exceeds its format, if fp32 can hold it."""
-    limit = limit_of(made.format)
+    limit = find_format_limit(made.format)
     if made.in_fp32 is None or limit >= FP32.largest:
         return ""
     if made.in_fp32 > limit:
-        return f"makes {number(made.in_fp32)} in {made.format}, whose largest number is {number(limit)}"
-    return f"makes {_kinds(made)} in {made.format}, and fp32 makes {number(made.in_fp32)}"
+        return f"makes {format_number(made.in_fp32)} in {made.format}, whose largest number is {format_number(limit)}"
+    return f"makes {_format_kinds(made)} in {made.format}, and fp32 makes {format_number(made.in_fp32)}"
 
 
-def _describe_zero_argument(made: Made) -> str:
+def _describe_zero_argument(made: NonfiniteSource) -> str:
     name, given = made.name.rpartition(".")[2].strip("_").removesuffix("_backward"), made.given
     if made.on_purpose or (any(word in name for word in _SOFT) and any(MINUS_INF in each.kinds for each in given)):
         return "is over a row that is all -inf"
@@ -287,23 +292,25 @@ def _describe_zero_argument(made: Made) -> str:
     if name in _ROOTS and NAN in made.kinds and made.operands and made.operands[0].has_negative:
         return "takes the root of a negative number"
     if name in _EDGES and given:
-        return f"is undefined for its inputs, numbers up to {number(_largest(made))}"
+        return f"is undefined for its inputs, numbers up to {format_number(_find_largest_input(made))}"
     if _divides_by_zero(name, made.operands):
         return "divides by zero"
-    if _has_too_few(name, made):
+    if _has_too_few_elements(name, made):
         return "averages over nothing"
     # Infinities that were put there on purpose, as by a mask, and that no operation removed.
     hidden = sorted({kind for each in given for kind in each.kinds})
-    return f"makes {_kinds(made)} of the {' and '.join(hidden)} that a mask put there" if hidden else ""
+    return f"makes {_format_kinds(made)} of the {' and '.join(hidden)} that a mask put there" if hidden else ""
 
 
-def _describe_undefined(made: Made) -> str:
+def _describe_undefined(made: NonfiniteSource) -> str:
     """Return the case that fp64 fails as well although the inputs are not large: it is not a matter of range."""
     # An in-place operation has overwritten its input, so it cannot be repeated in fp64.
     judged = made.format in FORMATS and not made.name.endswith("_") and made.in_fp64 is None
-    if not judged or _largest(made) > _SQUARE_FITS or NAN not in made.kinds:
+    if not judged or _find_largest_input(made) > _SQUARE_FITS or NAN not in made.kinds:
         return ""
-    return f"makes {_kinds(made)} out of numbers up to {number(_largest(made))}, in every format"
+    return (
+        f"makes {_format_kinds(made)} out of numbers up to {format_number(_find_largest_input(made))}, in every format"
+    )
 
 
 def _divides_by_zero(name: str, operands: tuple[OperationInput, ...]) -> bool:
@@ -315,23 +322,26 @@ def _divides_by_zero(name: str, operands: tuple[OperationInput, ...]) -> bool:
     return second.has_zero if name in _BY_THE_SECOND else name == "pow" and first.has_zero and second.has_negative
 
 
-def _has_too_few(name: str, made: Made) -> bool:
+def _has_too_few_elements(name: str, made: NonfiniteSource) -> bool:
     """Return whether there was no element to average, or only one for a spread."""
     if name in _SPREADS and NAN in made.kinds:
-        return _largest(made) < _SQUARE_FITS
+        return _find_largest_input(made) < _SQUARE_FITS
     return any(word in name for word in _AVERAGES) and any(0 in each.shape for each in made.given[:1])
 
 
-def _describe_other(made: Made) -> str:
+def _describe_other(made: NonfiniteSource) -> str:
     if NAN in made.kinds:
-        return f"makes {_kinds(made)} in {made.format} out of numbers up to {number(_largest(made))}"
+        return (
+            f"makes {_format_kinds(made)} in {made.format} out of numbers up to "
+            f"{format_number(_find_largest_input(made))}"
+        )
     format = made.format if made.format in FORMATS else FP32.name
-    return f"overflows {format} (largest number {number(limit_of(format))})"
+    return f"overflows {format} (largest number {format_number(find_format_limit(format))})"
 
 
-def _largest(made: Made) -> float:
+def _find_largest_input(made: NonfiniteSource) -> float:
     return max((each.largest for each in made.given), default=0.0)
 
 
-def _kinds(made: Made) -> str:
+def _format_kinds(made: NonfiniteSource) -> str:
     return " and ".join(sorted(made.kinds)) or "nothing finite"

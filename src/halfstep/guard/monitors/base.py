@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from halfstep import distributed
 from halfstep.finding import Finding
-from halfstep.observe.recorder import uses_compiled
-from halfstep.precision.island import islands
-from halfstep.step.optimizer_slot import OptimizerSlot, owned_by
+from halfstep.observe.recorder import has_compiled_code
+from halfstep.precision.island import find_islands
+from halfstep.step.optimizer_slot import OptimizerSlot, list_optimizer_parameters
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 
@@ -85,7 +85,7 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 """The modules whose gradients are sums, not products, and zero for a word that is not in the batch."""
 
 
-class Members:
+class MeteredMembers:
     """The metered modules and weights of a stepper's model."""
 
     def __init__(self, stepper: Stepper) -> None:
@@ -102,10 +102,10 @@ class Members:
         model = self._stepper.model
         self._modules = list(model.modules())
         self._known = self._kinds()
-        self.compiled = uses_compiled(model)
-        self.metered = metered(model)
+        self.compiled = has_compiled_code(model)
+        self.metered = list_metered_modules(model)
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self.not_multiplied = not_multiplied(model)
+        self.not_multiplied = collect_wide_weight_ids(model)
 
     def _kinds(self) -> Any:
         """Return what changes if a module becomes an island (its class) or is compiled (its call or its forward)."""
@@ -114,12 +114,12 @@ class Members:
         return self._stepper.model_version, list(map(type, self._modules)), compiled
 
 
-def metered(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def list_metered_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules with weights of their own, and blocks of them, whose residual sums no other module shows.
 
     The model's own output is left out, since a loss may take it in fp32; so is everything inside an island.
     """
-    inside = tuple(f"{path}." if path else "" for path in islands(model))
+    inside = tuple(f"{path}." if path else "" for path in find_islands(model))
     found = [
         (path, module)
         for path, module in model.named_modules()
@@ -131,9 +131,9 @@ def metered(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found or [("", model)]
 
 
-def not_multiplied(model: nn.Module) -> set[int]:
+def collect_wide_weight_ids(model: nn.Module) -> set[int]:
     """Return the weights whose gradients are not computed in the run's format: those of islands and embeddings."""
-    wide = [*islands(model).values(), *(module for module in model.modules() if isinstance(module, TABLES))]
+    wide = [*find_islands(model).values(), *(module for module in model.modules() if isinstance(module, TABLES))]
     return {id(parameter) for module in wide for parameter in module.parameters()}
 
 
@@ -143,7 +143,7 @@ ELEMENTS = 2**20
 T = TypeVar("T")
 
 
-class Trained(NamedTuple):
+class TrainedParameter(NamedTuple):
     """A parameter that this step may update."""
 
     name: str
@@ -154,7 +154,9 @@ class Trained(NamedTuple):
 class SampledStep:
     """A sampled step: its number, its stepper, and the scalars for its numbers."""
 
-    def __init__(self, stepper: Stepper, scalars: AsyncScalars, members: Members, turn: int, *, hooks: bool) -> None:
+    def __init__(
+        self, stepper: Stepper, scalars: AsyncScalars, members: MeteredMembers, turn: int, *, hooks: bool
+    ) -> None:
         self.stepper, self.scalars, self.members = stepper, scalars, members
         self.hooks = hooks
         """Whether the model runs only inside the step, so that hooks see nothing else."""
@@ -166,33 +168,37 @@ class SampledStep:
         """The report; known as soon as the gradients are."""
 
     @cached_property
-    def trained(self) -> list[Trained]:
+    def trained(self) -> list[TrainedParameter]:
         """Return the trainable parameters of the optimizers that this step is for."""
         assert self.report is not None, "which optimizers a step is for is known with its report"
         names = self.members.names
         return [
-            Trained(names.get(id(p), "a parameter outside the model"), p, slot)
+            TrainedParameter(names.get(id(p), "a parameter outside the model"), p, slot)
             for slot in self.stepper.slots.values()
             if slot.name in self.report.parts
-            for p in owned_by(slot.optimizer)
+            for p in list_optimizer_parameters(slot.optimizer)
             if p.requires_grad
         ]
 
     @cached_property
-    def with_gradients(self) -> list[Trained]:
+    def with_gradients(self) -> list[TrainedParameter]:
         """Return those with a dense gradient of which this rank holds a part; only valid before the update."""
-        return [one for one in self.trained if _dense(one.parameter.grad) and part_of(one.parameter).numel()]
+        return [
+            one
+            for one in self.trained
+            if _is_dense_gradient(one.parameter.grad) and view_local_part(one.parameter).numel()
+        ]
 
 
-def part_of(tensor: Tensor) -> Tensor:
+def view_local_part(tensor: Tensor) -> Tensor:
     """Return a view of this rank's part of a tensor, cut to the first rows if it is large."""
-    local = distributed.local(tensor.detach())
+    local = distributed.unwrap_local_tensor(tensor.detach())
     if local.numel() <= ELEMENTS:
         return local
     return local[: max(1, ELEMENTS // (local.numel() // len(local)))]
 
 
-def taking_turns(all_of_them: Sequence[T], turn: int, at_once: int) -> list[T]:
+def select_next_turn(all_of_them: Sequence[T], turn: int, at_once: int) -> list[T]:
     """Return some of many, different ones for each turn, until all have been chosen."""
     if len(all_of_them) <= at_once:
         return list(all_of_them)
@@ -200,7 +206,7 @@ def taking_turns(all_of_them: Sequence[T], turn: int, at_once: int) -> list[T]:
     return [*all_of_them[first:], *all_of_them[:first]][:at_once]
 
 
-def _dense(gradient: Tensor | None) -> bool:
+def _is_dense_gradient(gradient: Tensor | None) -> bool:
     return gradient is not None and not gradient.is_sparse
 
 
@@ -253,6 +259,6 @@ class Crossings:
         return fresh
 
 
-def and_more(count: int) -> str:
+def format_and_more(count: int) -> str:
     """Return the end of a sentence for further names."""
     return f", and {count} more" if count > 0 else ""

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfstep.finding import Finding
-from halfstep.guard.monitors.base import Crossings, Monitor, SampledStep, and_more, part_of, taking_turns
+from halfstep.guard.monitors.base import (
+    Crossings,
+    Monitor,
+    SampledStep,
+    format_and_more,
+    select_next_turn,
+    view_local_part,
+)
 
 # Whether a zero gradient underflowed or is truly zero (a dead unit, a word that is not in the batch) cannot be known
 # without computing it in fp32. But one can count the others that are so close to the end of the format that they lose
@@ -19,7 +26,7 @@ MANY = 0.25
 """The share of a gradient's non-zero elements that lose digits, above which it is reported."""
 
 
-class _Noted(NamedTuple):
+class _GradientSize(NamedTuple):
     """The size of a gradient, and the slots of its two counts on the scalars."""
 
     name: str
@@ -29,14 +36,14 @@ class _Noted(NamedTuple):
     """The slot of the count below the smallest normal number, zeros included."""
 
 
-class Vanishing(Monitor):
+class VanishingGradients(Monitor):
     """The meter of tiny gradients, of some matrices and kernels in turn: those are computed in 16 bits."""
 
     turn = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: list[_Noted] = []
+        self._noted: list[_GradientSize] = []
         self._over = Crossings()
 
     def before(self, sample: SampledStep) -> None:
@@ -48,13 +55,13 @@ class Vanishing(Monitor):
         wide = sample.members.not_multiplied
         matrices = [one for one in sample.with_gradients if one.parameter.ndim > 1 and id(one.parameter) not in wide]
         smallest = sample.stepper.precision.computes.smallest_normal
-        for one in taking_turns(matrices, sample.turn // 2, AT_ONCE):
+        for one in select_next_turn(matrices, sample.turn // 2, AT_ONCE):
             assert one.parameter.grad is not None
-            size = part_of(one.parameter.grad).abs()
+            size = view_local_part(one.parameter.grad).abs()
             nonzero = sample.scalars.note(size.count_nonzero())
             # Gradients are already unscaled and clipped here, so the limit is multiplied in the same way.
             low = sample.scalars.note((size < smallest * one.slot.multiplier).count_nonzero())
-            self._noted.append(_Noted(one.name, size.numel(), nonzero, low))
+            self._noted.append(_GradientSize(one.name, size.numel(), nonzero, low))
 
     def read(self, sample: SampledStep, numbers: Sequence[float]) -> list[Finding]:
         """Return a finding for gradients that underflow, once per weight."""
@@ -91,7 +98,7 @@ class Vanishing(Monitor):
             Finding(
                 "gradients-vanish",
                 "warning",
-                f"{name}: {what}, with loss scale {sample.report.loss_scale:g}{and_more(len(fresh) - 1)}",
+                f"{name}: {what}, with loss scale {sample.report.loss_scale:g}{format_and_more(len(fresh) - 1)}",
                 "precision=bf16, which needs no loss scale; or a larger one: DynamicScale(init_scale=...)",
             )
         ]
@@ -102,7 +109,7 @@ LOOKS = 3
 SHOWN = 4
 
 
-class Unreached(Monitor):
+class UnreachedParameters(Monitor):
     """The meter of trainable parameters of an optimizer that never had a gradient."""
 
     def __init__(self) -> None:
@@ -138,7 +145,7 @@ class Unreached(Monitor):
             Finding(
                 "no-gradient",
                 "warning",
-                f"{', '.join(fresh[:SHOWN])}{and_more(len(fresh) - SHOWN)}: no gradient in any sampled step: "
+                f"{', '.join(fresh[:SHOWN])}{format_and_more(len(fresh) - SHOWN)}: no gradient in any sampled step: "
                 "the loss does not depend on them",
                 "use them in the loss, or freeze them: parameter.requires_grad_(False)",
             )

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from halfstep import distributed
 from halfstep.finding import Finding
 from halfstep.formats import Format
-from halfstep.guard.monitors.base import Crossings, Monitor, SampledStep, and_more, taking_turns
-from halfstep.guard.monitors.trends import steps_left
+from halfstep.guard.monitors.base import Crossings, Monitor, SampledStep, format_and_more, select_next_turn
+from halfstep.guard.monitors.trends import predict_steps_left
 
 AT_ONCE = 64
 """The number of modules in one sample; more of them take turns."""
@@ -39,12 +39,12 @@ class Headroom(Monitor):
     def before(self, sample: SampledStep) -> None:
         """Register hooks on some modules, in turn."""
         self._places = {}
-        hidden = why_hidden(sample)
+        hidden = explain_hidden_hooks(sample)
         if hidden:
             self.readings = {"headroom": f"not metered: {hidden}"}
             return
         format = sample.stepper.precision.computes
-        for path, module in taking_turns(sample.members.metered, sample.turn, AT_ONCE):
+        for path, module in select_next_turn(sample.members.metered, sample.turn, AT_ONCE):
             high, highest = sample.scalars.reserve_slot()
             low, lowest = sample.scalars.reserve_slot()
             self._places[path] = high, low
@@ -83,7 +83,7 @@ class Headroom(Monitor):
 
     def _forecasts(self, paths: dict[str, float], format: Format) -> dict[str, float]:
         limit = math.log2(format.largest)
-        found = {path: steps_left(self._seen[path], limit) for path in paths}
+        found = {path: predict_steps_left(self._seen[path], limit) for path in paths}
         return {path: steps for path, steps in found.items() if steps is not None}
 
     def _note(self, bits: dict[str, float], left: dict[str, float]) -> None:
@@ -100,8 +100,8 @@ class Headroom(Monitor):
                 "headroom-little",
                 "warning",
                 f"{path}: its largest output is {largest[path]:,.0f}, and {format.name} ends at {format.largest:,.0f}: "
-                f"{bits[path]:.1f} bits are left{and_more(len(fresh) - 1)}",
-                more_headroom(path),
+                f"{bits[path]:.1f} bits are left{format_and_more(len(fresh) - 1)}",
+                advise_headroom(path),
             )
 
     def _say_when(self, largest: dict[str, float], left: dict[str, float], format: Format) -> Iterator[Finding]:
@@ -112,17 +112,17 @@ class Headroom(Monitor):
                 "headroom-shrinks",
                 "warning",
                 f"{path}: its largest output is {largest[path]:,.4g} and grows steadily; it reaches {format.name}'s "
-                f"limit in about {round(left[path], -1):,.0f} steps{and_more(len(fresh) - 1)}",
-                more_headroom(path),
+                f"limit in about {round(left[path], -1):,.0f} steps{format_and_more(len(fresh) - 1)}",
+                advise_headroom(path),
             )
 
 
-def more_headroom(path: str) -> str:
+def advise_headroom(path: str) -> str:
     """Return the advice for a module with little headroom."""
     return f'halfstep.island(model, "{path}"), precision=bf16, or a lower learning rate'
 
 
-def why_hidden(sample: SampledStep) -> str | None:
+def explain_hidden_hooks(sample: SampledStep) -> str | None:
     """Return why hooks cannot be used in this step, or None."""
     # Dynamo, for example, recompiles whenever hooks are added or removed.
     if not sample.hooks:
@@ -151,7 +151,7 @@ class ExtremaHook:
             return
         began = perf_counter()
         try:
-            for tensor in _floats(output):
+            for tensor in _iterate_float_tensors(output):
                 if tensor.device == self._highest.device and tensor.dtype is self._dtype:
                     # aminmax makes no copy of an activation, and autocast does not affect it.
                     lowest, highest = torch.aminmax(tensor)
@@ -163,29 +163,29 @@ class ExtremaHook:
 
     # A deep copy, or a pickle, of a model in the middle of a sampled step must not write into these scalars.
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return look_at_nothing
+        return ignore_output
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_unhooked_forward, ())
 
 
-def look_at_nothing(module: nn.Module, given: Any, output: Any) -> None:
+def ignore_output(module: nn.Module, given: Any, output: Any) -> None:
     """Do nothing; this replaces the hook in a copy of a module."""
 
 
 def _unhooked_forward() -> Callable[..., None]:
-    return look_at_nothing
+    return ignore_output
 
 
-def _floats(output: Any) -> Iterator[Tensor]:
+def _iterate_float_tensors(output: Any) -> Iterator[Tensor]:
     """Yield the plain floating-point tensors of an output; a tensor subclass could do anything with an operation."""
     if isinstance(output, (list, tuple)):
         for item in output:
-            yield from _floats(item)
+            yield from _iterate_float_tensors(item)
     elif isinstance(output, dict):
-        yield from _floats(list(output.values()))
+        yield from _iterate_float_tensors(list(output.values()))
     elif isinstance(output, Tensor):
-        local = distributed.local(output.detach())
+        local = distributed.unwrap_local_tensor(output.detach())
         plain = type(local) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(local)
         if plain and local.is_floating_point() and local.layout is torch.strided and local.numel():
             yield local

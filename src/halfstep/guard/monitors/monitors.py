@@ -14,11 +14,11 @@ from typing import TypeVar
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.guard.monitors.base import AsyncScalars, Members, Monitor, Reading, SampledStep
-from halfstep.guard.monitors.gradients import LOOKS, Unreached, Vanishing
+from halfstep.guard.monitors.base import AsyncScalars, MeteredMembers, Monitor, Reading, SampledStep
+from halfstep.guard.monitors.gradients import LOOKS, UnreachedParameters, VanishingGradients
 from halfstep.guard.monitors.headroom import Headroom
 from halfstep.guard.monitors.trends import ScaleTrend, SkipRate
-from halfstep.guard.monitors.unchanged_weights import LostUpdates, StillAverage
+from halfstep.guard.monitors.unchanged_weights import LostUpdates, UnchangedAverages
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 
@@ -62,10 +62,10 @@ class SampleInterval:
         # The first sample is not counted: it loads what later ones find loaded.
         self._samples += 1
         if self._ended is not None and self._samples > 1:
-            self.every = sampling_interval(self._spent, perf_counter() - self._ended)
+            self.every = compute_sampling_interval(self._spent, perf_counter() - self._ended)
 
 
-def sampling_interval(sample: float, step: float) -> int:
+def compute_sampling_interval(sample: float, step: float) -> int:
     """Return the interval for the times of a sample and a step, as a multiple of the usual one."""
     times = math.ceil(LEAST_STEPS * sample / step / USUAL) if step > 0 else SELDOM
     return USUAL * min(max(times, 1), SELDOM)
@@ -95,14 +95,14 @@ class Meters:
         if every is not None and every < 1:
             raise WrongUse(f"meters every {every} steps", allowed="1 or more", do="Meters(stepper, every=50)")
         self._stepper, self._asked, self._interval = stepper, every, SampleInterval()
-        self._members = Members(stepper)
+        self._members = MeteredMembers(stepper)
         self._scalars = AsyncScalars(stepper.device)
-        self._unreached = Unreached()
+        self._unreached = UnreachedParameters()
         self._all: tuple[Monitor, ...] = (
             Headroom(),
-            Vanishing(),
+            VanishingGradients(),
             LostUpdates(),
-            StillAverage(),
+            UnchangedAverages(),
             self._unreached,
             ScaleTrend(),
             SkipRate(),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from halfstep.finding import Finding
-from halfstep.guard.monitors.base import Crossings, Monitor, SampledStep, and_more
+from halfstep.guard.monitors.base import Crossings, Monitor, SampledStep, format_and_more
 
 FEWEST = 6
 """The minimum number of samples."""
@@ -26,7 +26,7 @@ A rise that slows down comes to rest, as that of outputs does while a model lear
 """
 
 
-def steps_left(seen: Iterable[tuple[int, float]], limit: float) -> float | None:
+def predict_steps_left(seen: Iterable[tuple[int, float]], limit: float) -> float | None:
     """Return the steps from the last sample until the regression line reaches the limit; None without a clear trend.
 
     A sample is a step and the bits measured there.
@@ -39,13 +39,13 @@ def steps_left(seen: Iterable[tuple[int, float]], limit: float) -> float | None:
     span = steps[-1] - steps[0]
     if slope * span < RISE or statistics.correlation(steps, bits) ** 2 < CLEAR:
         return None
-    if not _goes_on(steps, bits):
+    if not _is_still_rising(steps, bits):
         return None
     left = max(0.0, (limit - start) / slope - steps[-1])
     return left if left <= FARTHEST * span else None
 
 
-def _goes_on(steps: list[float], bits: list[float]) -> bool:
+def _is_still_rising(steps: list[float], bits: list[float]) -> bool:
     """Return whether the rise continues; the halves share the middle sample, if there is one."""
     half = (len(steps) + 1) // 2
     if steps[0] == steps[half - 1] or steps[-half] == steps[-1]:
@@ -80,7 +80,11 @@ class ScaleTrend(Monitor):
             seen = self._seen.setdefault(name, deque(maxlen=KEPT))
             seen.append((report.attempt, math.log2(part.loss_scale)))
         self.readings = {"loss_scale_bits": min(seen[-1][1] - seen[0][1] for seen in self._seen.values())}
-        left = {name: attempts for name in report.parts if (attempts := _attempts_left(self._seen[name])) is not None}
+        left = {
+            name: attempts
+            for name in report.parts
+            if (attempts := _predict_attempts_left(self._seen[name])) is not None
+        }
         fresh = sorted(self._over.new(list(report.parts), list(left)), key=left.__getitem__)
         if not fresh:
             return []
@@ -91,17 +95,17 @@ class ScaleTrend(Monitor):
                 "loss-scale-falls",
                 "warning",
                 f"the loss scale of {name!r} fell from {2.0**before:g} at attempt {since} to {2.0**now:g} at attempt "
-                f"{report.attempt}, and keeps falling: ever larger gradients overflow{and_more(len(fresh) - 1)}",
+                f"{report.attempt}, and keeps falling: ever larger gradients overflow{format_and_more(len(fresh) - 1)}",
                 "precision=bf16, or a lower learning rate",
             )
         ]
 
 
-def _attempts_left(seen: Sequence[tuple[int, float]]) -> float | None:
+def _predict_attempts_left(seen: Sequence[tuple[int, float]]) -> float | None:
     """Return the attempts until the scale is 1, below which fp16 does not need it; None unless it keeps falling."""
     bits = [height for _, height in seen]
     falls = sum(later < earlier for earlier, later in pairwise(bits))
-    return steps_left([(attempt, -height) for attempt, height in seen], 0.0) if falls >= FALLS else None
+    return predict_steps_left([(attempt, -height) for attempt, height in seen], 0.0) if falls >= FALLS else None
 
 
 MANY = 0.05

@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from halfstep.finding import Finding
-from halfstep.formats import name_of
-from halfstep.guard.monitors.base import Crossings, Monitor, SampledStep, Trained, part_of, taking_turns
+from halfstep.formats import name_dtype
+from halfstep.guard.monitors.base import (
+    Crossings,
+    Monitor,
+    SampledStep,
+    TrainedParameter,
+    select_next_turn,
+    view_local_part,
+)
 
 
 @dataclass
 class WeightBefore:
     """The state of a weight before the update."""
 
-    one: Trained
+    one: TrainedParameter
     numbers: Tensor
     """A copy of the numbers that should change."""
 
@@ -35,7 +42,7 @@ class UnchangedWeights(Monitor):
         self._over = Crossings()
 
     @abstractmethod
-    def begun(self, sample: SampledStep, one: Trained) -> WeightBefore | None:
+    def begun(self, sample: SampledStep, one: TrainedParameter) -> WeightBefore | None:
         """Return the values needed from before the update; None for a weight outside this meter's scope."""
 
     @abstractmethod
@@ -52,7 +59,7 @@ class UnchangedWeights(Monitor):
 
     def gradients(self, sample: SampledStep) -> None:
         """Choose one weight, in turn, and record it before the update."""
-        for one in taking_turns(sample.with_gradients, sample.turn // 2, 1):
+        for one in select_next_turn(sample.with_gradients, sample.turn // 2, 1):
             self._before = self.begun(sample, one)
 
     def after(self, sample: SampledStep) -> None:
@@ -82,20 +89,20 @@ class UnchangedWeights(Monitor):
         return [finding] if finding is not None and fresh else []
 
 
-class StillAverage(UnchangedWeights):
+class UnchangedAverages(UnchangedWeights):
     """The meter of elements of a weight's average that stayed although the weight differs."""
 
-    def begun(self, sample: SampledStep, one: Trained) -> WeightBefore | None:
+    def begun(self, sample: SampledStep, one: TrainedParameter) -> WeightBefore | None:
         """Copy the average of the weight, if there is one."""
-        average = _average(sample, one)
-        return None if average is None else WeightBefore(one, part_of(average).clone())
+        average = _find_average(sample, one)
+        return None if average is None else WeightBefore(one, view_local_part(average).clone())
 
     def moved(self, sample: SampledStep, before: WeightBefore) -> tuple[Tensor, Tensor] | None:
         """Compare the average with its copy, and the weight with the average."""
-        average = _average(sample, before.one)
+        average = _find_average(sample, before.one)
         if average is None:
             return None
-        return part_of(average) == before.numbers, _read_stored(sample, before.one) != before.numbers
+        return view_local_part(average) == before.numbers, _read_stored(sample, before.one) != before.numbers
 
     def judged(self, sample: SampledStep, before: WeightBefore, share: float) -> Finding | None:
         """Report an average of which no element moved."""
@@ -106,19 +113,19 @@ class StillAverage(UnchangedWeights):
         return Finding(
             "average-still",
             "warning",
-            f"the average of {before.one.name}, in {name_of(before.numbers.dtype)}, did not move, although the "
+            f"the average of {before.one.name}, in {name_dtype(before.numbers.dtype)}, did not move, although the "
             f"weight differs: its steps with decay {ema.decay:g} are too small for the format",
             "halfstep.Ema(model, decay), which averages in fp32; or a smaller decay",
         )
 
 
-def _read_stored(sample: SampledStep, one: Trained) -> Tensor:
+def _read_stored(sample: SampledStep, one: TrainedParameter) -> Tensor:
     """Return a part of the weight; with the low bits, where these are stored next to it."""
     weights = sample.stepper.weights
-    return part_of(one.parameter if weights is None else weights.wide(one.parameter))
+    return view_local_part(one.parameter if weights is None else weights.wide(one.parameter))
 
 
-def _average(sample: SampledStep, one: Trained) -> Tensor | None:
+def _find_average(sample: SampledStep, one: TrainedParameter) -> Tensor | None:
     ema = sample.stepper.ema
     return None if ema is None else ema.average_of(one.parameter)
 
@@ -128,7 +135,7 @@ MANY = 0.2
 
 
 @dataclass
-class _Pushed(WeightBefore):
+class _PushedWeight(WeightBefore):
     rate: float
     pushed: Tensor
     """Where the gradient is non-zero, so that the weight should change."""
@@ -137,7 +144,7 @@ class _Pushed(WeightBefore):
 class LostUpdates(UnchangedWeights):
     """The meter of elements with a gradient whose stored value the update did not change."""
 
-    def begun(self, sample: SampledStep, one: Trained) -> WeightBefore | None:
+    def begun(self, sample: SampledStep, one: TrainedParameter) -> WeightBefore | None:
         """Copy the weight, and record where its gradient is non-zero."""
         assert one.parameter.grad is not None
         groups = one.slot.optimizer.param_groups
@@ -149,17 +156,17 @@ class LostUpdates(UnchangedWeights):
         weights = sample.stepper.weights
         if rate == 0.0 or (weights is not None and weights.rounds_at_random(one.parameter)):
             return None
-        return _Pushed(one, _read_stored(sample, one).clone(), rate, part_of(one.parameter.grad) != 0)
+        return _PushedWeight(one, _read_stored(sample, one).clone(), rate, view_local_part(one.parameter.grad) != 0)
 
     def moved(self, sample: SampledStep, before: WeightBefore) -> tuple[Tensor, Tensor] | None:
         """Compare the weight with its copy."""
-        assert isinstance(before, _Pushed)
+        assert isinstance(before, _PushedWeight)
         return _read_stored(sample, before.one) == before.numbers, before.pushed
 
     def judged(self, sample: SampledStep, before: WeightBefore, share: float) -> Finding | None:
         """Report a weight of which many elements did not move."""
-        assert isinstance(before, _Pushed)
-        name, stored = before.one.name, name_of(before.numbers.dtype)
+        assert isinstance(before, _PushedWeight)
+        name, stored = before.one.name, name_dtype(before.numbers.dtype)
         self.readings = {"lost_update_share": share, "lost_update_weight": name}
         if share < MANY:
             return None

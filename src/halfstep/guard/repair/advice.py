@@ -66,7 +66,7 @@ class Advice(NamedTuple):
     """The setting or option that applies it; empty if there is none."""
 
 
-def advise(verdict: Verdict, lr: str) -> Advice:
+def advise_remedy(verdict: Verdict, lr: str) -> Advice:
     """Return the advice for a recorded step; `lr` is the learning rate to try where that is the remedy."""
     remedy = next((remedy for remedy in verdict.remedies if remedy.works is not False), None)
     kind = None if remedy is None else remedy.kind
@@ -89,11 +89,11 @@ def advise_precision(name: str) -> Advice:
     return Advice("precision", wording.in_words.format(name), wording.setting.format(name))
 
 
-def give_up_error(
+def build_give_up_error(
     alarm: str, streak: Streak, *, mode: str, rates: Sequence[float], back_at: int | None, limits: Limits
 ) -> Diverged:
     """Return the error that ends a run; `back_at` is the step that the weights were rolled back to, if any."""
-    cause = _cause(streak, rates)
+    cause = _describe_cause(streak, rates)
     why = f"{cause}. {alarm[0].upper()}{alarm[1:]}; {_describe_kept_weights(streak, back_at)}"
     # A rollback to a snapshot leaves good weights; without one they may be damaged since an unknown step.
     is_damaged = back_at is None and streak.blames_weights
@@ -102,7 +102,7 @@ def give_up_error(
         allowed=f"fewer than {limits.skips_in_a_row} skips in a row, {limits.skip_share:.0%} of the last 100",
         do=f"check the Stepper's guard {streak.guard!r}, or allow more skips: Limits(skip_share=1.0)"
         if streak.guard
-        else _advice_in_python(streak.verdict, mode, rates),
+        else _suggest_python_remedy(streak.verdict, mode, rates),
     )
     error.verdict = None if streak.verdict is None else streak.verdict.as_dict()
     is_divergence = streak.verdict is None and streak.refused and not streak.guard
@@ -111,7 +111,7 @@ def give_up_error(
     return error
 
 
-def _cause(streak: Streak, rates: Sequence[float]) -> str:
+def _describe_cause(streak: Streak, rates: Sequence[float]) -> str:
     verdict = streak.verdict
     if streak.guard:
         return f"the guard {streak.guard!r} refuses steps whose numbers are all finite"
@@ -119,14 +119,16 @@ def _cause(streak: Streak, rates: Sequence[float]) -> str:
         module = "" if verdict.culprit is None or verdict.culprit.module == OUTSIDE else verdict.culprit.module
         return verdict.sentence if module in verdict.sentence else f"{verdict.sentence}, and {module} overflows first"
     if streak.refused:
-        jumped = f", {rates[-1] / _usual_rate(rates):,.0f} times the one before" if _rate_jumped(rates) else ""
+        jumped = (
+            f", {rates[-1] / _compute_median_rate(rates):,.0f} times the one before" if _has_rate_jumped(rates) else ""
+        )
         at_rate = f" at a learning rate of {rates[-1]:g}{jumped}" if rates else ""
         return f"divergence: {streak.refused}{at_rate}{'' if jumped else NEW_DATA}"
     return streak.seen or "steps are not finite"
 
 
-def _rate_jumped(rates: Sequence[float]) -> bool:
-    return bool(rates) and rates[-1] > 2 * _usual_rate(rates)
+def _has_rate_jumped(rates: Sequence[float]) -> bool:
+    return bool(rates) and rates[-1] > 2 * _compute_median_rate(rates)
 
 
 def _describe_kept_weights(streak: Streak, back_at: int | None) -> str:
@@ -138,7 +140,7 @@ def _describe_kept_weights(streak: Streak, back_at: int | None) -> str:
     return f"{since}: the weights are those from before it"
 
 
-def _advice_in_python(verdict: Verdict | None, mode: str, rates: Sequence[float]) -> str:
+def _suggest_python_remedy(verdict: Verdict | None, mode: str, rates: Sequence[float]) -> str:
     """Return the remedy for a script of the user's own: a change that was tried first, then one for the cause."""
     if verdict is not None:
         for remedy in verdict.remedies:
@@ -152,11 +154,11 @@ def _advice_in_python(verdict: Verdict | None, mode: str, rates: Sequence[float]
             return _BY_CAUSE[verdict.cause].in_python
     # Without a known cause, or after a divergence: a tenth of the last learning rate, but no more than the usual one.
     return (
-        f"optimizer.lr={min(rates[-1] / 10, _usual_rate(rates)):g}"
+        f"optimizer.lr={min(rates[-1] / 10, _compute_median_rate(rates)):g}"
         if rates and rates[-1] > 0
         else "a lower optimizer.lr"
     )
 
 
-def _usual_rate(rates: Sequence[float]) -> float:
+def _compute_median_rate(rates: Sequence[float]) -> float:
     return sorted(rates)[len(rates) // 2]

@@ -11,7 +11,7 @@ from torch import nn
 
 from halfstep.errors import HalfstepError
 from halfstep.guard.verdict import Culprit, ProposedRemedy, Verdict
-from halfstep.precision.island import island, islands, lift_island
+from halfstep.precision.island import find_islands, island, remove_island
 from halfstep.step.stepper import Stepper
 
 RemedyKind = Literal["island", "precision", "eager"]
@@ -94,14 +94,14 @@ def drop_compiled_calls(model: nn.Module) -> Callable[[], None]:
         # torch.compile leaves its traces in three places: module.compile() sets this attribute, torch.compile(model)
         # returns a wrapper, and module.forward = torch.compile(module.forward) replaces the method.
         if module._compiled_call_impl is not None:
-            undo.append(_setting(module, "_compiled_call_impl", module._compiled_call_impl))
+            undo.append(_build_setter(module, "_compiled_call_impl", module._compiled_call_impl))
             module._compiled_call_impl = None
         elif dynamo is not None and isinstance(module, dynamo.OptimizedModule):
             wrapper: Any = module
-            undo.append(_setting(module, "forward", wrapper.forward))
+            undo.append(_build_setter(module, "forward", wrapper.forward))
             wrapper.forward = wrapper._orig_mod.__call__
         elif (plain := getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)) is not None:
-            undo.append(_setting(module, "forward", module.forward))
+            undo.append(_build_setter(module, "forward", module.forward))
             module.forward = plain  # type: ignore[method-assign]
 
     def restore() -> None:
@@ -111,7 +111,7 @@ def drop_compiled_calls(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _setting(module: Any, name: str, value: Any) -> Callable[[], None]:
+def _build_setter(module: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: setattr(module, name, value)
 
 
@@ -126,7 +126,7 @@ class RemedyApplier:
     def apply_first(self, verdict: Verdict) -> Remedy | None:
         """Place the first remedy that was tried and works, and return it; None if there is none."""
         for proposed in verdict.remedies:
-            remedy = self._remedy(proposed, key_of(verdict)) if proposed.works else None
+            remedy = self._remedy(proposed, build_origin_key(verdict)) if proposed.works else None
             if remedy is not None and self._placed(remedy):
                 self.remedies.placed.append(remedy)
                 return remedy
@@ -149,7 +149,7 @@ class RemedyApplier:
         self.remedies = remedies
         model = self._stepper.model
         for path in remedies.islands:
-            if path not in islands(model):
+            if path not in find_islands(model):
                 _place_island(model, path)
         self._compute_in(remedies.precision)
         if remedies.eager and self._recompile is None:
@@ -160,7 +160,7 @@ class RemedyApplier:
         at = placed.index(remedy)
         del placed[at]
         if remedy.kind == "island":
-            lift_island(self._stepper.model, remedy.target)
+            remove_island(self._stepper.model, remedy.target)
         elif remedy.kind == "precision":
             self._leave_out(remedy, at)
             self._compute_in(self.remedies.precision or remedy.before)
@@ -187,7 +187,7 @@ class RemedyApplier:
         # good.
         step, for_good = self._stepper.counts.applied, culprit in self.remedies.lifted
         if proposed.kind == "island" and len(self.remedies.islands) < self._most:
-            there = proposed.target in islands(self._stepper.model)
+            there = proposed.target in find_islands(self._stepper.model)
             return None if there else Remedy("island", proposed.target, culprit, step, for_good=for_good)
         if proposed.kind == "precision" and proposed.target != self._stepper.precision.name:
             return Remedy("precision", proposed.target, culprit, step, self._stepper.precision.name, for_good)
@@ -216,7 +216,7 @@ def _place_island(model: nn.Module, path: str) -> None:
     island(model, *filter(None, [path]))  # the empty path is the model itself
 
 
-def key_of(verdict: Verdict) -> str:
+def build_origin_key(verdict: Verdict) -> str:
     """Return a key for the origin of a failure, to recognize it when it comes back."""
     found: Culprit | None = verdict.culprit
     return verdict.cause if found is None else f"{found.module or 'the model'} {found.operation or found.outside}"

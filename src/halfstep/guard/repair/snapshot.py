@@ -56,8 +56,8 @@ class RollbackSnapshot:
         # Called in the middle of a step: forward has already written to the buffers, and the update is still to come.
         # The buffers from before the step belong to these weights.
         buffers = stepper.buffers_to_keep()
-        self._weights = _copies(dict(stepper.model.named_parameters(remove_duplicate=False)), self._weights)
-        self._buffers = _copies(buffers, self._buffers)
+        self._weights = _copy_tensors(dict(stepper.model.named_parameters(remove_duplicate=False)), self._weights)
+        self._buffers = _copy_tensors(buffers, self._buffers)
         # Released first, so that two copies of the state never exist at once.
         self._state = None
         self._state = copy.deepcopy(stepper.state_dict())
@@ -113,17 +113,17 @@ class RollbackSnapshot:
         return saved
 
 
-def _copies(current: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_tensors(current: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of these tensors, in the memory of the old copies where possible."""
     copies = {}
     for name, tensor in current.items():
         before = old.get(name)
-        if before is not None and tensor is not None and _is_equal(before, tensor):
+        if before is not None and tensor is not None and _has_same_layout(before, tensor):
             copies[name] = before.copy_(tensor)
         else:
             copies[name] = None if tensor is None else tensor.detach().clone()
     return copies
 
 
-def _is_equal(a: Tensor, b: Tensor) -> bool:
+def _has_same_layout(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout == b.layout

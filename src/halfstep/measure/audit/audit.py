@@ -16,48 +16,48 @@ from halfstep.errors import HalfstepError, WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import is_narrow
 from halfstep.measure.audit.page import Audit
-from halfstep.measure.audit.report import LEAST_HEADROOM, IslandVerdict, judged, rows_of
-from halfstep.measure.audit.watched import Listeners, ObservedStep, watched_step
+from halfstep.measure.audit.report import LEAST_HEADROOM, IslandVerdict, build_module_rows, judge_island
+from halfstep.measure.audit.watched import Listeners, ObservedStep, run_watched_step
 from halfstep.measure.case import Case, LossFunction, resolve_precision
 from halfstep.measure.memory.devices import Target, device_named
-from halfstep.measure.memory.estimate import gpu_pretended, without_values
+from halfstep.measure.memory.estimate import clear_fake_constants, mock_gpu
 from halfstep.measure.memory.fake_tensors import (
     FakeCandidate,
-    built,
-    error_and_line,
-    fake_mode,
-    numbers_refused,
-    walked,
+    build_fake_case,
+    create_fake_mode,
+    describe_error_with_line,
+    refuse_number_reads,
+    replace_torch_backward,
 )
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.subject import Measurable, Settings, subject_of
+from halfstep.measure.subject import Measurable, Settings, resolve_subject
 from halfstep.measure.survival import survival
-from halfstep.measure.survival_report import Survival, named, where
-from halfstep.numbers import number
-from halfstep.observe.emulate import BACKWARD, Event
-from halfstep.observe.lint.calls import Calls
-from halfstep.observe.lint.listener import Spotted
+from halfstep.measure.survival_report import Survival, describe_overflow, name_module
+from halfstep.numbers import format_number
+from halfstep.observe.emulate import BACKWARD, OverflowEvent
+from halfstep.observe.lint.calls import LossFunctionCalls
+from halfstep.observe.lint.listener import PlacedFinding
 from halfstep.observe.recorder import Recorder
-from halfstep.precision.hardware import present
-from halfstep.precision.island import islands
-from halfstep.precision.precision import Precision, precision_named
+from halfstep.precision.hardware import list_device_types
+from halfstep.precision.island import find_islands
+from halfstep.precision.precision import Precision, resolve_precision_name
 from halfstep.status_line import OnProgress
 
 _DEVICE = "cuda"
 _WHY = "a device of another machine is traced without any"
 
 
-def watched_fake_step(make_case: Callable[[], Case], precision: Precision) -> ObservedStep:
+def trace_fake_step(make_case: Callable[[], Case], precision: Precision) -> ObservedStep:
     """Return the formats chosen by CUDA's autocast, forward and backward. Nothing is computed."""
-    mode = fake_mode()
+    mode = create_fake_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tensors without storage and about the missing driver
-        case = without_values(built(make_case, mode))
-        with mode, gpu_pretended(), walked(), numbers_refused(_WHY):
+        case = clear_fake_constants(build_fake_case(make_case, mode))
+        with mode, mock_gpu(), replace_torch_backward(), refuse_number_reads(_WHY):
             calls: list[Any] = []
 
             def recorded(model: nn.Module, batch: Any) -> Any:
-                with Calls(_DEVICE, lambda *words: calls.append(words)):
+                with LossFunctionCalls(_DEVICE, lambda *words: calls.append(words)):
                     return case.loss_fn(model, batch)
 
             recording = replace(case, loss_fn=recorded)
@@ -70,7 +70,7 @@ def watched_fake_step(make_case: Callable[[], Case], precision: Precision) -> Ob
                 # An error that a finding explains ends the step, but not the audit.
                 if not calls:
                     raise
-                stopped = error_and_line(error)
+                stopped = describe_error_with_line(error)
             finally:
                 # Cached casts are fake tensors, which must not be reused outside this mode.
                 torch.clear_autocast_cache()
@@ -85,7 +85,7 @@ _ON_PURPOSE = 0.999
 """Share of the format's maximum. Larger values are taken as deliberate: masks are filled with the maximum itself."""
 
 
-def overflow(watched: ObservedStep) -> Event | None:
+def find_unreported_overflow(watched: ObservedStep) -> OverflowEvent | None:
     """Return the first value that does not fit; None if lint reports it already."""
     if watched.ranges is None or watched.stopped is not None:
         return None
@@ -93,15 +93,15 @@ def overflow(watched: ObservedStep) -> Event | None:
     # After a non-finite loss, every gradient is non-finite.
     if event is None and not watched.fits and math.isfinite(watched.loss):
         event = watched.ranges.first_overflow.get(BACKWARD)
-    return None if event is not None and event.module in found_by_lint(watched) else event
+    return None if event is not None and event.module in list_lint_overflow_modules(watched) else event
 
 
-def found_by_lint(watched: ObservedStep) -> set[str]:
+def list_lint_overflow_modules(watched: ObservedStep) -> set[str]:
     """Return the modules in which lint found an overflow."""
     return {module for one in watched.spotted if one.finding.id in _TOLD_BY_LINT for module in one.modules}
 
 
-def of_the_step(watched: ObservedStep, precision: Precision) -> list[Spotted]:
+def list_step_findings(watched: ObservedStep, precision: Precision) -> list[PlacedFinding]:
     """Return the findings about work in other formats, idle islands and little headroom."""
     found = []
     seen = watched.observation
@@ -121,39 +121,39 @@ def of_the_step(watched: ObservedStep, precision: Precision) -> list[Spotted]:
             Finding(
                 "island-idle",
                 "warning",
-                f"nothing ran in the island {named(path)}: its weights may be used without calling it",
+                f"nothing ran in the island {name_module(path)}: its weights may be used without calling it",
                 "call the module, or make an island of the one that uses its weights",
             )
             for path in seen.idle_islands
         ]
-    return [*map(_unplaced, found), *_find_little_headroom(watched, precision)]
+    return [*map(_build_unplaced_finding, found), *_find_little_headroom(watched, precision)]
 
 
-def of_overflow(event: Event, survival: Survival, declared: tuple[str, ...]) -> Spotted:
+def build_overflow_finding(event: OverflowEvent, survival: Survival, declared: tuple[str, ...]) -> PlacedFinding:
     """Return the finding for an overflow, with the remedies that were tried."""
     do = " or ".join(survival.do) or "find what makes it so large: no island and no format fixes it"
-    evidence = f"{survival.format} overflows {where(event)}"
+    evidence = f"{survival.format} overflows {describe_overflow(event)}"
     # An island's output is cast back to the format of its input; here the value overflows in that cast.
     if event.module in declared and event.operation == "aten._to_copy":
         evidence += ", because the island casts its result back to the format of its input"
         do = f"extend the island to where its numbers are small again, or {do}"
     finding = Finding("overflow", "error", evidence, do)
-    return Spotted(finding, event.module, None, (event.module,))
+    return PlacedFinding(finding, event.module, None, (event.module,))
 
 
-def of_spoiled(survival: Survival) -> Spotted:
+def build_narrow_nonfinite_finding(survival: Survival) -> PlacedFinding:
     """Return the finding for a non-finite loss or gradient where every value fits."""
     do = (
         " or ".join(survival.do)
         or "check the batch and the weights: fp32 fails too, or divides by a number that vanished"
     )
-    return _unplaced(Finding("not-finite", "error", survival.verdict, do))
+    return _build_unplaced_finding(Finding("not-finite", "error", survival.verdict, do))
 
 
-def of_not_finite(precision: Precision, watched: ObservedStep) -> Spotted:
+def build_wide_nonfinite_finding(precision: Precision, watched: ObservedStep) -> PlacedFinding:
     """Return the finding for a non-finite loss or gradient in a format that is not narrow."""
     what = "a gradient" if math.isfinite(watched.loss) else f"the loss ({watched.loss})"
-    return _unplaced(
+    return _build_unplaced_finding(
         Finding(
             "not-finite",
             "error",
@@ -163,14 +163,14 @@ def of_not_finite(precision: Precision, watched: ObservedStep) -> Spotted:
     )
 
 
-def of_islands(verdicts: Iterable[IslandVerdict]) -> list[Spotted]:
+def list_island_findings(verdicts: Iterable[IslandVerdict]) -> list[PlacedFinding]:
     """Return a note for each island that is not needed."""
     return [
-        Spotted(
+        PlacedFinding(
             Finding(
                 "island-not-needed",
                 "note",
-                f"the island {named(one.path)} costs speed and saves nothing here: {one.why}",
+                f"the island {name_module(one.path)} costs speed and saves nothing here: {one.why}",
                 "remove it and audit again, also on a batch from later in training",
             ),
             one.path,
@@ -182,8 +182,8 @@ def of_islands(verdicts: Iterable[IslandVerdict]) -> list[Spotted]:
     ]
 
 
-def _find_little_headroom(watched: ObservedStep, precision: Precision) -> list[Spotted]:
-    if watched.ranges is None or overflow(watched) is not None:
+def _find_little_headroom(watched: ObservedStep, precision: Precision) -> list[PlacedFinding]:
+    if watched.ranges is None or find_unreported_overflow(watched) is not None:
         return []
     limit = precision.computes.largest
     near = {
@@ -198,15 +198,16 @@ def _find_little_headroom(watched: ObservedStep, precision: Precision) -> list[S
     finding = Finding(
         "little-headroom",
         "warning",
-        f"{number(numbers.largest)} in {named(module)} against {number(limit)}: {numbers.headroom:.1f} bits from the "
+        f"{format_number(numbers.largest)} in {name_module(module)} against {format_number(limit)}: "
+        f"{numbers.headroom:.1f} bits from the "
         f"end of {precision.name}{more}",
         f'island(model, "{module}")' if module and not module.startswith("(") else "scale it down, or use bf16",
     )
-    return [Spotted(finding, module, None, tuple(near))]
+    return [PlacedFinding(finding, module, None, tuple(near))]
 
 
-def _unplaced(finding: Finding) -> Spotted:
-    return Spotted(finding, "", None, ("",))
+def _build_unplaced_finding(finding: Finding) -> PlacedFinding:
+    return PlacedFinding(finding, "", None, ("",))
 
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -244,15 +245,17 @@ def audit(
         WrongUse: A model has no loss function, an absent device does not follow CUDA's rules, or the model cannot be
             traced without a GPU.
     """
-    measured = subject_of(subject, loss_fn, batch, settings)
+    measured = resolve_subject(subject, loss_fn, batch, settings)
     name, make_case = measured.name, measured.open
     target = device_named(device or "here")
-    if device is None or (target.device.kind in present() and torch.device(target.device.place).type in present()):
-        return _Audited(name, make_case(), target, precision, progress).audit()
-    return _audit_fake(name, make_case, target, precision)
+    if device is None or (
+        target.device.kind in list_device_types() and torch.device(target.device.place).type in list_device_types()
+    ):
+        return _LocalAudit(name, make_case(), target, precision, progress).audit()
+    return _audit_absent_device(name, make_case, target, precision)
 
 
-class _Audited:
+class _LocalAudit:
     """An audit that runs here, stage by stage, so that Ctrl-C keeps the results so far."""
 
     def __init__(
@@ -263,11 +266,11 @@ class _Audited:
         self.precision = resolve_precision(precision or case.requested_precision, self.device)
         dtype = self.precision.computes.dtype
         self.narrow = dtype is not None and is_narrow(dtype)
-        self.declared = tuple(islands(case.model))
+        self.declared = tuple(find_islands(case.model))
         self._progress = progress or (lambda done, of: None)
         self.watched: ObservedStep | None = None
         self.verdicts: list[IslandVerdict] = []
-        self.more: list[Spotted] = []
+        self.more: list[PlacedFinding] = []
 
     def audit(self) -> Audit:
         """Run all stages and return the audit, with partial results after Ctrl-C."""
@@ -276,7 +279,7 @@ class _Audited:
             self._look()
         except KeyboardInterrupt:
             interrupted = True
-        return _audit(
+        return _build_audit(
             self.name,
             self.case,
             self.precision,
@@ -299,12 +302,16 @@ class _Audited:
         # Islands have no effect without a narrow format.
         if not self.narrow:
             if not self.watched.fits:
-                self.more.append(of_not_finite(self.precision, self.watched))
+                self.more.append(build_wide_nonfinite_finding(self.precision, self.watched))
             return
-        event, by_lint = overflow(self.watched), found_by_lint(self.watched)
+        event, by_lint = find_unreported_overflow(self.watched), list_lint_overflow_modules(self.watched)
         if event is not None or not (self.watched.fits or by_lint):
             found = survival(self.case, format_name=self.precision.computes.name, device=self.device)
-            self.more.append(of_spoiled(found) if event is None else of_overflow(event, found, self.declared))
+            self.more.append(
+                build_narrow_nonfinite_finding(found)
+                if event is None
+                else build_overflow_finding(event, found, self.declared)
+            )
         self._progress(2, stages)
         self._judge_islands(stages)
 
@@ -312,16 +319,16 @@ class _Audited:
         assert self.watched is not None
         if not self.declared:
             return
-        reference = watched_step(self.case, self.device, precision_named("fp32"))
+        reference = run_watched_step(self.case, self.device, resolve_precision_name("fp32"))
         for done, path in enumerate(self.declared, 1):
             # An idle island changes nothing, and has a separate finding.
             if path not in self.watched.observation.idle_islands:
                 name = self.precision.computes.name
-                self.verdicts.append(judged(path, name, self.watched, reference, lambda path: self._step(path)))
+                self.verdicts.append(judge_island(path, name, self.watched, reference, lambda path: self._step(path)))
             self._progress(2 + done, stages)
 
     def _step(self, *without: str) -> ObservedStep:
-        return watched_step(self.case, self.device, self.precision, without)
+        return run_watched_step(self.case, self.device, self.precision, without)
 
     def _notes(self) -> list[str]:
         notes = [f"rules: {self.device.type.upper()} autocast, run here", ONE_STEP]
@@ -332,7 +339,7 @@ class _Audited:
         return notes
 
 
-def _audit_fake(name: str, make_case: Callable[[], Case], target: Target, precision: str | None) -> Audit:
+def _audit_absent_device(name: str, make_case: Callable[[], Case], target: Target, precision: str | None) -> Audit:
     if target.rules != "cuda":
         raise WrongUse(
             f"--device {target.id}, which is not on this machine",
@@ -345,16 +352,16 @@ def _audit_fake(name: str, make_case: Callable[[], Case], target: Target, precis
     notes = ["by CUDA's rules, not run: formats as CUDA's autocast chooses them, without numbers"]
     watched, interrupted = None, False
     try:
-        watched = watched_fake_step(lambda: case, chosen)
+        watched = trace_fake_step(lambda: case, chosen)
     except KeyboardInterrupt:
         interrupted = True
     except HalfstepError:
         raise
     except Exception as error:
         raise _untraceable_error(target, error) from error
-    if islands(case.model):
+    if find_islands(case.model):
         notes.append("islands were not judged: that needs numbers")
-    return _audit(
+    return _build_audit(
         name, case, chosen, watched, device=target.device.name, run=False, islands=(), more=[], notes=notes,
         interrupted=interrupted,
     )  # fmt: skip
@@ -370,7 +377,7 @@ def _untraceable_error(target: Target, error: Exception) -> WrongUse:
     )
 
 
-def _audit(
+def _build_audit(
     name: str,
     case: Case,
     precision: Precision,
@@ -379,7 +386,7 @@ def _audit(
     device: str,
     run: bool,
     islands: tuple[IslandVerdict, ...],
-    more: list[Spotted],
+    more: list[PlacedFinding],
     notes: list[str],
     interrupted: bool,
 ) -> Audit:
@@ -389,7 +396,7 @@ def _audit(
     seen = watched.observation if watched else None
     total = sum(flops.values())
     found = [*more, *(watched.spotted if watched else ())]
-    found += [*(of_the_step(watched, precision) if watched else ()), *of_islands(islands)]
+    found += [*(list_step_findings(watched, precision) if watched else ()), *list_island_findings(islands)]
     return Audit(
         subject=name,
         precision=precision.name,
@@ -401,7 +408,7 @@ def _audit(
         island_share=seen.island_flops / total if seen and total else 0.0,
         loss=watched.loss if watched and math.isfinite(watched.loss) else None,
         loss_scale=watched.scale if watched and precision.scaled and run and watched.gradients_finite else None,
-        rows=rows_of(case.model, watched) if watched else (),
+        rows=build_module_rows(case.model, watched) if watched else (),
         islands=islands,
         spotted=tuple(sorted(found, key=lambda one: _ORDER[one.finding.severity])),
         notes=tuple(notes),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from halfstep import numbers
-from halfstep.page import Node, Tree
+from halfstep.page import Tree, TreeNode
 
 _MODEL_ITSELF = "(the model itself)"
 
@@ -21,25 +21,25 @@ class ModuleFlops(NamedTuple):
 
 
 @dataclass
-class _Module:
+class _ModuleNode:
     path: str
     own: Mapping[str, int] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
     """FLOPs of the whole subtree, by format."""
     is_island: bool = False
-    children: dict[str, _Module] = field(default_factory=dict)
+    children: dict[str, _ModuleNode] = field(default_factory=dict)
 
 
-def model_tree(modules: Iterable[ModuleFlops]) -> Tree:
+def draw_model_tree(modules: Iterable[ModuleFlops]) -> Tree:
     """Return the chart of a model's modules, with the FLOPs of each subtree summed."""
-    root = _Module("")
+    root = _ModuleNode("")
     for module, flops, island in modules:
         parts = [] if module == _MODEL_ITSELF else [module] if module.startswith("(") else module.split(".")
         found = root
         steps = [root]
         for part in parts:
             path = f"{found.path}.{part}" if found.path else part
-            found = found.children.setdefault(part, _Module(path))
+            found = found.children.setdefault(part, _ModuleNode(path))
             steps.append(found)
         found.own = flops
         for step in steps:
@@ -50,25 +50,25 @@ def model_tree(modules: Iterable[ModuleFlops]) -> Tree:
     by_size = sorted(root.flops.items(), key=lambda item: -item[1])
     return Tree(
         "Work by format",
-        _node(root, "the model", total),
+        _build_tree_node(root, "the model", total),
         "width: share of FLOPs, forward and backward",
-        tuple((name, numbers.share(count / total)) for name, count in by_size),
+        tuple((name, numbers.format_percent(count / total)) for name, count in by_size),
         "island" if _has_island(root) else "",
     )
 
 
-def _has_island(module: _Module) -> bool:
+def _has_island(module: _ModuleNode) -> bool:
     return module.is_island or any(map(_has_island, module.children.values()))
 
 
-def _node(module: _Module, name: str, whole: int) -> Node:
+def _build_tree_node(module: _ModuleNode, name: str, whole: int) -> TreeNode:
     total = sum(module.flops.values()) or 1
-    shares = ", ".join(f"{format} {numbers.share(count / total)}" for format, count in module.flops.items())
+    shares = ", ".join(f"{format} {numbers.format_percent(count / total)}" for format, count in module.flops.items())
     island = ", an island" if module.is_island else ""
-    return Node(
+    return TreeNode(
         name,
-        f"{module.path or name}: {shares}, {numbers.share(total / whole)} of the FLOPs{island}",
+        f"{module.path or name}: {shares}, {numbers.format_percent(total / whole)} of the FLOPs{island}",
         dict(module.own),
-        tuple(_node(child, part, whole) for part, child in module.children.items()),
+        tuple(_build_tree_node(child, part, whole) for part, child in module.children.items()),
         module.is_island,
     )

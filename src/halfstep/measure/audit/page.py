@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.json_data import JsonResult
-from halfstep.measure.audit.model_tree import ModuleFlops, model_tree
+from halfstep.measure.audit.model_tree import ModuleFlops, draw_model_tree
 from halfstep.measure.audit.report import IslandVerdict, ModuleRow, RangeOfValues
-from halfstep.numbers import several, share
+from halfstep.numbers import format_counted_noun, format_percent
 from halfstep.observe.flops import is_fp8
-from halfstep.observe.lint.listener import Spotted
+from halfstep.observe.lint.listener import PlacedFinding
 from halfstep.page import (
     Block,
     Column,
-    Command,
     Heading,
+    Instruction,
     Page,
     Paragraph,
     Span,
@@ -26,8 +26,8 @@ from halfstep.page import (
     Table,
     Text,
     Tree,
-    charts_of,
-    finding_box,
+    build_charts,
+    build_finding_box,
 )
 
 _MOST_MODULES = 12
@@ -40,7 +40,7 @@ _NEEDED: dict[bool | None, Span] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(JsonResult, ShownAsPage):
+class Audit(JsonResult, PageResult):
     """Which format each part of a model is in, and the effect on its values."""
 
     subject: str
@@ -60,7 +60,7 @@ class Audit(JsonResult, ShownAsPage):
     loss_scale: float | None
     rows: tuple[ModuleRow, ...]
     islands: tuple[IslandVerdict, ...]
-    spotted: tuple[Spotted, ...]
+    spotted: tuple[PlacedFinding, ...]
     notes: tuple[str, ...]
     interrupted: bool = False
     stopped: str | None = None
@@ -71,7 +71,7 @@ class Audit(JsonResult, ShownAsPage):
 
     def page(self) -> Page:
         """Return the page about it."""
-        return audit_page(self)
+        return build_audit_page(self)
 
     @property
     def verdict(self) -> str:
@@ -81,15 +81,19 @@ class Audit(JsonResult, ShownAsPage):
         work = "all work is in islands" if self.island_share else "no matrix product or convolution was seen"
         in_fp8 = sum(work for name, work in self.flops.items() if is_fp8(name))
         if in_fp8:
-            work = f"{share(in_fp8 / sum(self.flops.values()))} of the work in fp8"
+            work = f"{format_percent(in_fp8 / sum(self.flops.values()))} of the work in fp8"
         if self.share is not None:
             outside = " outside islands" if self.island_share else ""
             enough = f"of the {'rest' if in_fp8 else 'work'}{outside} in {self.format}, as requested"
-            others = f"{share(self.share)} {enough}" if self.share >= 0.9 else f"only {share(self.share)} {enough}"
+            others = (
+                f"{format_percent(self.share)} {enough}"
+                if self.share >= 0.9
+                else f"only {format_percent(self.share)} {enough}"
+            )
             work = f"{work}, {others}" if in_fp8 else others
         count = len(self.spotted)
         worst = sum(one.finding.severity == "error" for one in self.spotted)
-        found = several(count, "finding") if count else "no problems found"
+        found = format_counted_noun(count, "finding") if count else "no problems found"
         errors = "errors" if worst > 1 else "an error"
         return f"{work}; {found}" + (f", {errors if worst == count else f'{worst} of them {errors}'}" if worst else "")
 
@@ -99,12 +103,12 @@ class Audit(JsonResult, ShownAsPage):
         return self.rows
 
     @property
-    def findings(self) -> tuple[Spotted, ...]:
+    def findings(self) -> tuple[PlacedFinding, ...]:
         """Return the findings with their places, as JSON names them."""
         return self.spotted
 
 
-def audit_page(audit: Audit, *, every: bool = False, picture: Path | None = None, command: str = "") -> Page:
+def build_audit_page(audit: Audit, *, every: bool = False, picture: Path | None = None, command: str = "") -> Page:
     """Return the page of an audit; `every` lists each module, `command` is what to type next."""
     blocks: list[Block] = []
     if audit.interrupted:
@@ -113,14 +117,14 @@ def audit_page(audit: Audit, *, every: bool = False, picture: Path | None = None
     tone: Style = "bad" if "error" in worst else "warn" if "warning" in worst or audit.interrupted else "good"
     blocks += [
         Paragraph((Span(audit.precision, tone, strong=True), f": {audit.verdict}")),
-        Paragraph(Span(_circumstances(audit), "dim")),
+        Paragraph(Span(_describe_audited_step(audit), "dim")),
     ]
     if audit.stopped:
         blocks.append(Paragraph(Span(f"the step ended early: {audit.stopped}", "warn")))
     for one in audit.spotted:
         finding = one.finding
-        blocks.append(finding_box(finding.id, finding.severity, finding.evidence, finding.fix))
-    blocks += [*_modules(audit, every), *charts_of(formats_chart(audit))]
+        blocks.append(build_finding_box(finding.id, finding.severity, finding.evidence, finding.fix))
+    blocks += [*_build_module_blocks(audit, every), *build_charts(draw_format_tree(audit))]
     if audit.islands:
         columns = (Column(wrap="fold", widest=34), Column(wrap="never"), Column(wrap="fold"))
         rows = tuple((one.path or "(the model itself)", _NEEDED[one.needed], one.why) for one in audit.islands)
@@ -129,23 +133,23 @@ def audit_page(audit: Audit, *, every: bool = False, picture: Path | None = None
     if picture is not None and audit.rows:
         blocks.append(Paragraph(f"picture: {picture}", wrap=False, gap=not audit.notes))
     if command:
-        blocks.append(Command(command, gap=True))
+        blocks.append(Instruction(command, gap=True))
     return Page(f"audit of {audit.subject}", tuple(blocks), audit.device)
 
 
-def formats_chart(audit: Audit) -> Tree:
+def draw_format_tree(audit: Audit) -> Tree:
     """Return the model by format."""
-    return model_tree(ModuleFlops(row.module, row.flops, row.island) for row in audit.rows)
+    return draw_model_tree(ModuleFlops(row.module, row.flops, row.island) for row in audit.rows)
 
 
-def _circumstances(audit: Audit) -> str:
+def _describe_audited_step(audit: Audit) -> str:
     words = [audit.subject, audit.device]
     total = sum(audit.flops.values())
     if total:
-        shares = ", ".join(f"{name} {share(count / total)}" for name, count in audit.flops.items())
+        shares = ", ".join(f"{name} {format_percent(count / total)}" for name, count in audit.flops.items())
         words.append(f"all work: {shares}")
     if audit.island_share:
-        words.append(f"{share(audit.island_share)} in islands")
+        words.append(f"{format_percent(audit.island_share)} in islands")
     if audit.loss_scale:
         words.append(f"loss scale {audit.loss_scale:.0f}")
     return "; ".join(words)
@@ -175,12 +179,18 @@ class ModuleGroup:
         return [found for row in self.rows if (found := getattr(row, way)) is not None]
 
 
-def grouped(rows: Sequence[ModuleRow]) -> list[ModuleGroup]:
+def group_modules(rows: Sequence[ModuleRow]) -> list[ModuleGroup]:
     """Merge modules whose paths differ only by a number and whose formats agree."""
     groups: dict[tuple[str, ...], list[ModuleRow]] = {}
     for row in rows:
         computed = [f"{name} {share:.2f}" for name, share in row.computed.items()]
-        key = (_NUMBER.sub("*", row.module), row.kind, _formats(row.stored), _formats(row.saved), *computed)
+        key = (
+            _NUMBER.sub("*", row.module),
+            row.kind,
+            _join_format_names(row.stored),
+            _join_format_names(row.saved),
+            *computed,
+        )
         groups.setdefault(key, []).append(row)
     return [
         ModuleGroup(found[0].module if len(found) == 1 else pattern, tuple(found))
@@ -188,8 +198,8 @@ def grouped(rows: Sequence[ModuleRow]) -> list[ModuleGroup]:
     ]
 
 
-def _modules(audit: Audit, every: bool) -> Iterator[Block]:
-    groups = [ModuleGroup(row.module, (row,)) for row in audit.rows] if every else grouped(audit.rows)
+def _build_module_blocks(audit: Audit, every: bool) -> Iterator[Block]:
+    groups = [ModuleGroup(row.module, (row,)) for row in audit.rows] if every else group_modules(audit.rows)
     named = {module for one in audit.spotted for module in one.modules}
 
     def order(group: ModuleGroup) -> tuple[bool, float]:
@@ -203,10 +213,10 @@ def _modules(audit: Audit, every: bool) -> Iterator[Block]:
     count = sum(len(group.rows) for group in shown)
     aside = "" if count == len(audit.rows) else f"; {count} of {len(audit.rows)}, see --all"
     yield Heading("Modules", f"modules with findings and islands first, then by FLOPs{aside}")
-    yield _table(shown, audit.format)
+    yield _build_module_table(shown, audit.format)
 
 
-def _table(groups: Sequence[ModuleGroup], asked: str) -> Table:
+def _build_module_table(groups: Sequence[ModuleGroup], asked: str) -> Table:
     columns = [
         Column("module", wrap="fold"),
         *(Column(title, wrap="never") for title in ("stored", "computed", "kept")),
@@ -221,15 +231,23 @@ def _table(groups: Sequence[ModuleGroup], asked: str) -> Table:
     rows = []
     for group in groups:
         first = group.rows[0]
-        cells: list[Text] = [_name(group), _formats(first.stored), _computed_cell(first, asked), _formats(first.saved)]
-        cells.append(share(group.share) if group.share else "-")
+        cells: list[Text] = [
+            _format_group_name(group),
+            _join_format_names(first.stored),
+            _format_computed_cell(first, asked),
+            _join_format_names(first.saved),
+        ]
+        cells.append(format_percent(group.share) if group.share else "-")
         for way in ways:
-            cells += [_bits(group.headroom_bits(way)), share(lost) if (lost := group.underflow(way)) else "-"]
+            cells += [
+                _format_headroom_bits(group.headroom_bits(way)),
+                format_percent(lost) if (lost := group.underflow(way)) else "-",
+            ]
         rows.append(tuple(cells))
     return Table(tuple(columns), tuple(rows))
 
 
-def _name(group: ModuleGroup) -> Text:
+def _format_group_name(group: ModuleGroup) -> Text:
     parts: list[str | Span] = [group.pattern]
     if len(group.rows) > 1:
         kind = f" {group.rows[0].kind}" if group.pattern.endswith("*") else ""
@@ -239,7 +257,7 @@ def _name(group: ModuleGroup) -> Text:
     return tuple(parts)
 
 
-def _computed_cell(row: ModuleRow, asked: str) -> Text:
+def _format_computed_cell(row: ModuleRow, asked: str) -> Text:
     if not row.computed:
         return Span("-", "dim")
     name, share = next(iter(row.computed.items()))
@@ -249,12 +267,12 @@ def _computed_cell(row: ModuleRow, asked: str) -> Text:
     return Span(name if share >= _MIXED else f"{name} {share:.0%}", style)
 
 
-def _formats(sizes: Mapping[str, int]) -> str:
+def _join_format_names(sizes: Mapping[str, int]) -> str:
     names = [name for name, _ in sorted(sizes.items(), key=lambda item: -item[1])]
     return "+".join(names[:2]) if names else "-"
 
 
-def _bits(bits: float | None) -> Text:
+def _format_headroom_bits(bits: float | None) -> Text:
     if bits is None:
         return Span("-", "dim")
     # Adding 0.0 turns -0.0 into 0.0.

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from halfstep.formats import name_of
+from halfstep.formats import name_dtype
 from halfstep.measure.audit.watched import ModuleWork, ObservedStep
-from halfstep.measure.survival import Gradients, squares
-from halfstep.measure.survival_report import named, where
-from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, Range, Ranges
+from halfstep.measure.survival import Gradients, sum_squares
+from halfstep.measure.survival_report import describe_overflow, name_module
+from halfstep.observe.emulate import BACKWARD, FORWARD, WEIGHTS, ModuleRanges, ValueRange
 from halfstep.observe.recorder import OUTSIDE
-from halfstep.precision.island import is_inside, islands
+from halfstep.precision.island import find_islands, is_inside
 
 LEAST_HEADROOM = 1.0
 """Bits; training can use up a factor of two quickly."""
@@ -35,7 +35,7 @@ class IslandVerdict:
     why: str
 
 
-def judged(
+def judge_island(
     path: str, format_name: str, with_it: ObservedStep, reference: ObservedStep, without: Callable[[str], ObservedStep]
 ) -> IslandVerdict:
     """Return the verdict: compare the step without the island with the step with it, and with fp32."""
@@ -43,60 +43,60 @@ def judged(
     if found.stopped is not None:
         return IslandVerdict(path, True, f"without it the step ends: {found.stopped}")
     reason = (
-        _overflows(path, found, with_it, format_name)
-        or _mistakes(found, with_it)
-        or _leads_elsewhere(found, with_it, reference)
+        _explain_new_overflow(path, found, with_it, format_name)
+        or _find_new_mistake(found, with_it)
+        or _explain_gradient_difference(found, with_it, reference)
     )
     if reason:
         return IslandVerdict(path, True, f"without it {reason}")
     # Checked last: a broken step can still show that the island is needed, but never that it is not.
     if not with_it.fits:
         return IslandVerdict(path, None, "the step is not finite with it either, so the test is inconclusive")
-    headroom = _headroom(path, found)
+    headroom = _compute_island_headroom(path, found)
     room = "nothing in it is cast" if math.isinf(headroom) else f"{headroom:.1f} bits, and gradients as near to fp32's"
     return IslandVerdict(path, False, f"{format_name} has room: {room}")
 
 
-def _overflows(path: str, found: ObservedStep, with_it: ObservedStep, format_name: str) -> str | None:
+def _explain_new_overflow(path: str, found: ObservedStep, with_it: ObservedStep, format_name: str) -> str | None:
     ranges = found.ranges
     assert ranges is not None
     event = ranges.first_on_the_way_forward
     # A step that fails with the island, too, says nothing about it.
     if with_it.fits and not found.fits:
         event = event or ranges.first_overflow.get(BACKWARD)
-        return f"the step overflows {where(event)}" if event is not None else "the step is not finite"
-    headroom = _headroom(path, found)
+        return f"the step overflows {describe_overflow(event)}" if event is not None else "the step is not finite"
+    headroom = _compute_island_headroom(path, found)
     if headroom < LEAST_HEADROOM:
         near = f"are {headroom:.1f} bits from the end of" if headroom >= 0 else "do not fit"
         return f"its numbers {near} {format_name}"
     return None
 
 
-def _mistakes(found: ObservedStep, with_it: ObservedStep) -> str | None:
+def _find_new_mistake(found: ObservedStep, with_it: ObservedStep) -> str | None:
     """Return the first lint finding that appears only without the island."""
     before = {(one.finding.id, one.module) for one in with_it.spotted}
     new = [one for one in found.spotted if (one.finding.id, one.module) not in before]
     return f"{new[0].finding.id}: {new[0].finding.evidence}" if new else None
 
 
-def _leads_elsewhere(found: ObservedStep, with_it: ObservedStep, reference: ObservedStep) -> str | None:
+def _explain_gradient_difference(found: ObservedStep, with_it: ObservedStep, reference: ObservedStep) -> str | None:
     # Compared with the error that the precision has anyway, because rounding alone moves all gradients.
-    near, far = (_relative_difference(reference.gradients, step.gradients) for step in (with_it, found))
+    near, far = (_compute_relative_difference(reference.gradients, step.gradients) for step in (with_it, found))
     if near is None or far is None or not (far > _FURTHER * near and far - near > _CLEARLY):
         return None
     return f"gradients differ from fp32's by {far:.0%}, with it by {near:.0%}"
 
 
-def _relative_difference(wanted: Gradients | None, found: Gradients | None) -> float | None:
+def _compute_relative_difference(wanted: Gradients | None, found: Gradients | None) -> float | None:
     """Return the relative difference of the norms; None if it cannot be computed."""
     if not wanted or found is None:
         return None
-    total = sum(squares(true) for true in wanted.values())
-    apart = sum(squares(true - found.get(name, torch.zeros_like(true))) for name, true in wanted.items())
+    total = sum(sum_squares(true) for true in wanted.values())
+    apart = sum(sum_squares(true - found.get(name, torch.zeros_like(true))) for name, true in wanted.items())
     return math.sqrt(apart / total) if total and math.isfinite(apart / total) else None
 
 
-def _headroom(path: str, found: ObservedStep) -> float:
+def _compute_island_headroom(path: str, found: ObservedStep) -> float:
     assert found.ranges is not None
     places = found.ranges.by_place.items()
     return min(
@@ -137,36 +137,36 @@ class ModuleRow:
     backward: RangeOfValues | None
 
 
-def rows_of(model: nn.Module, watched: ObservedStep) -> tuple[ModuleRow, ...]:
+def build_module_rows(model: nn.Module, watched: ObservedStep) -> tuple[ModuleRow, ...]:
     """Return a row for each module with direct work or weights, in the model's order; then one for outside code."""
     # torch.compile wraps modules and puts this prefix in their paths; the recorder reports paths without it.
     modules = {path.replace("_orig_mod.", ""): module for path, module in model.named_modules()}
     total = sum(sum(work.flops.values()) for work in watched.works.values()) or 1
-    declared = tuple(islands(model))
+    declared = tuple(find_islands(model))
     found = []
     for path in (*modules, OUTSIDE):
         module, work = modules.get(path), watched.works.get(path, ModuleWork())
-        stored = Counter(name_of(p.dtype) for p in module.parameters(recurse=False)) if module is not None else {}
+        stored = Counter(name_dtype(p.dtype) for p in module.parameters(recurse=False)) if module is not None else {}
         if not (work.computed or stored):
             continue
         found.append(
             ModuleRow(
-                module=named(path),
+                module=name_module(path),
                 kind="" if module is None else type(module).__name__,
                 stored=dict(stored),
                 computed=work.computed,
                 flops=dict(work.flops.most_common()),
                 saved=dict(work.saved.most_common()),
                 share=sum(work.flops.values()) / total,
-                island=island_of(path, declared),
-                forward=_numbers(watched.ranges, path, (WEIGHTS, FORWARD)),
-                backward=_numbers(watched.ranges, path, (BACKWARD,)),
+                island=find_island(path, declared),
+                forward=_build_value_range(watched.ranges, path, (WEIGHTS, FORWARD)),
+                backward=_build_value_range(watched.ranges, path, (BACKWARD,)),
             )
         )
     return tuple(found)
 
 
-def island_of(module: str, declared: tuple[str, ...]) -> str | None:
+def find_island(module: str, declared: tuple[str, ...]) -> str | None:
     """Return the declared island that contains the module, or None. The path "" is the whole model."""
     for path in declared:
         if module == path or module.startswith(f"{path}.") or (not path and module != OUTSIDE):
@@ -174,10 +174,10 @@ def island_of(module: str, declared: tuple[str, ...]) -> str | None:
     return None
 
 
-def _numbers(ranges: Ranges | None, module: str, parts: tuple[str, ...]) -> RangeOfValues | None:
-    together = Range()
+def _build_value_range(ranges: ModuleRanges | None, module: str, parts: tuple[str, ...]) -> RangeOfValues | None:
+    together = ValueRange()
     for part in parts:
-        together.add(ranges.by_place.get((module, part), Range()) if ranges is not None else Range())
+        together.add(ranges.by_place.get((module, part), ValueRange()) if ranges is not None else ValueRange())
     if not together.nonzero:
         return None
     headroom = together.headroom if math.isfinite(together.headroom) else None

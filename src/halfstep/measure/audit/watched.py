@@ -15,26 +15,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from halfstep.errors import WrongUse
-from halfstep.formats import FP32, is_narrow, name_of
+from halfstep.formats import FP32, is_narrow, name_dtype
 from halfstep.measure.case import Case
-from halfstep.measure.memory.fake_tensors import as_wrong_use, error_and_line
+from halfstep.measure.memory.fake_tensors import convert_user_error, describe_error_with_line
 from halfstep.measure.survival import (
     Gradients,
     StepOutcome,
-    at_finite_scale,
-    copies,
-    gradients_of,
-    one_loss,
-    recurrent_steps_shown,
-    undisturbed,
+    collect_gradients,
+    copy_case,
+    disable_onednn_for_recurrent,
+    make_step_reproducible,
+    resolve_scalar_loss,
+    run_at_finite_scale,
 )
-from halfstep.observe.emulate import Ranges, RoundedOutputs
-from halfstep.observe.flops import Observation, WorkByFormat, computed_in, flops
-from halfstep.observe.lint.calls import Calls
-from halfstep.observe.lint.functions import OwnFunctions
-from halfstep.observe.lint.listener import Lint, Spotted
-from halfstep.observe.recorder import Operation, Recorder, as_it_is
-from halfstep.precision.island import lift_island, settle
+from halfstep.observe.emulate import ModuleRanges, OutputRounder
+from halfstep.observe.flops import Observation, WorkByFormat, count_flops, name_operation_format
+from halfstep.observe.lint.calls import LossFunctionCalls
+from halfstep.observe.lint.functions import OwnFunctionLint
+from halfstep.observe.lint.listener import LintListener, PlacedFinding
+from halfstep.observe.recorder import Operation, Recorder, run_unchanged
+from halfstep.precision.island import mark_inner_islands, remove_island
 from halfstep.precision.precision import Precision
 
 
@@ -57,7 +57,7 @@ class ModuleWork:
         return {name: count / total for name, count in counted.most_common()} if total else {}
 
 
-class Works:
+class ModuleWorkListener:
     """A listener that records the work of each module, with a hook for the tensors that autograd saves."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,9 +66,9 @@ class Works:
         self._kept: dict[int, StorageWeakRef] = {}
 
     def __call__(self, operation: Operation) -> None:
-        done = flops(operation)
+        done = count_flops(operation)
         work = self.by_module[operation.module]
-        found = computed_in(operation) if done else ""
+        found = name_operation_format(operation) if done else ""
         # Operations that torch widens itself, for lack of a kernel, are not counted as fp32 of a module.
         if done and not (operation.widened and found == FP32.name):
             work.flops[found] += done
@@ -78,7 +78,7 @@ class Works:
         if not (operation.backward or casts or views):
             for leaf in pytree.tree_leaves(operation.result):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                    work.results[name_of(leaf.dtype)] += leaf.numel()
+                    work.results[name_dtype(leaf.dtype)] += leaf.numel()
 
     @contextmanager
     def keeping(self, running: Callable[[], str]) -> Iterator[None]:
@@ -100,7 +100,7 @@ class Works:
         if reference.cdata in self._weights or (known is not None and not known.expired()):
             return
         self._kept[reference.cdata] = reference
-        self.by_module[running()].saved[name_of(tensor.dtype)] += tensor.untyped_storage().nbytes()
+        self.by_module[running()].saved[name_dtype(tensor.dtype)] += tensor.untyped_storage().nbytes()
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class ObservedStep(StepOutcome):
 
     works: Mapping[str, ModuleWork]
     observation: Observation
-    spotted: tuple[Spotted, ...]
-    ranges: Ranges | None = None
+    spotted: tuple[PlacedFinding, ...]
+    ranges: ModuleRanges | None = None
     """Ranges of the values in the format; None if nothing was rounded or no values were computed."""
     loss: float = math.nan
     gradients: Gradients | None = None
@@ -123,8 +123,8 @@ class ObservedStep(StepOutcome):
 class Listeners:
     """All listeners to one step of one model, called in turn."""
 
-    def __init__(self, model: nn.Module, precision: Precision, rounding: RoundedOutputs | None = None) -> None:
-        self.works, self.lint = Works(model), Lint(model)
+    def __init__(self, model: nn.Module, precision: Precision, rounding: OutputRounder | None = None) -> None:
+        self.works, self.lint = ModuleWorkListener(model), LintListener(model)
         self._tally = WorkByFormat(model, precision.computes.name)
         self._rounding = rounding
 
@@ -143,7 +143,9 @@ class Listeners:
         return ObservedStep(self.works.by_module, self._tally.observation(), self.lint.spotted(), ranges, **more)
 
 
-def watched_step(case: Case, device: torch.device, precision: Precision, without: tuple[str, ...] = ()) -> ObservedStep:
+def run_watched_step(
+    case: Case, device: torch.device, precision: Precision, without: tuple[str, ...] = ()
+) -> ObservedStep:
     """Run the step, at the first loss scale at which all gradients are finite if the precision has one.
 
     Islands in `without` are lifted. Narrow operations are computed in fp32 and rounded, so that overflows are visible;
@@ -151,43 +153,48 @@ def watched_step(case: Case, device: torch.device, precision: Precision, without
     code that no finding explains.
     """
     if not precision.scaled:
-        return _step(case, device, precision, 1.0, without)
+        return _run_step_at_scale(case, device, precision, 1.0, without)
     # A step that an error stopped has no finite loss: no smaller scale is tried.
-    return at_finite_scale(lambda scale: _step(case, device, precision, scale, without))
+    return run_at_finite_scale(lambda scale: _run_step_at_scale(case, device, precision, scale, without))
 
 
-def _step(
+def _run_step_at_scale(
     case: Case, device: torch.device, precision: Precision, scale: float, without: tuple[str, ...]
 ) -> ObservedStep:
-    model, batch = copies(case, device)
+    model, batch = copy_case(case, device)
     if precision.changes_model:
         precision.prepare(model, device)
     # As the Stepper does: islands then cast their outputs to the format that follows.
-    settle(model)
+    mark_inner_islands(model)
     for path in without:
-        lift_island(model, path)
+        remove_island(model, path)
     narrow = precision.computes.dtype is not None and is_narrow(precision.computes.dtype)
-    rounding = RoundedOutputs(precision.computes) if narrow else None
+    rounding = OutputRounder(precision.computes) if narrow else None
     listeners = Listeners(model, precision, rounding)
     try:
-        with undisturbed(device), precision.scope(device), recurrent_steps_shown(model), ExitStack() as active:
-            recorder = active.enter_context(Recorder(model, listeners, rounding.run if rounding else as_it_is))
+        with (
+            make_step_reproducible(device),
+            precision.scope(device),
+            disable_onednn_for_recurrent(model),
+            ExitStack() as active,
+        ):
+            recorder = active.enter_context(Recorder(model, listeners, rounding.run if rounding else run_unchanged))
             active.enter_context(listeners.works.keeping(lambda: recorder.module))
             if narrow:
-                active.enter_context(OwnFunctions(recorder.maker, listeners.lint.emit))
-            with precision.autocast(device), Calls(device.type, listeners.lint.emit):
+                active.enter_context(OwnFunctionLint(recorder.maker, listeners.lint.emit))
+            with precision.autocast(device), LossFunctionCalls(device.type, listeners.lint.emit):
                 given = case.loss_fn(model, batch)
-            loss = one_loss(given)
+            loss = resolve_scalar_loss(given)
             (loss * scale).backward()
     except Exception as error:
         return listeners.watched(stopped=_explain_or_raise(error, listeners.lint), scale=scale)
-    return listeners.watched(loss=loss.item(), gradients=gradients_of(model, device, scale), scale=scale)
+    return listeners.watched(loss=loss.item(), gradients=collect_gradients(model, device, scale), scale=scale)
 
 
-def _explain_or_raise(error: Exception, lint: Lint) -> str:
+def _explain_or_raise(error: Exception, lint: LintListener) -> str:
     """Return the error as one line if a finding explains it; otherwise raise it as the user's error."""
     if any(one.finding.severity == "error" for one in lint.spotted()):
-        return str(error) if isinstance(error, WrongUse) else error_and_line(error)
+        return str(error) if isinstance(error, WrongUse) else describe_error_with_line(error)
     if isinstance(error, WrongUse):
         raise error
-    raise as_wrong_use(error, (), "") or error from error
+    raise convert_user_error(error, (), "") or error from error

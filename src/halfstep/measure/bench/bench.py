@@ -9,30 +9,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import FolderTaken, HalfstepError, WrongUse, reason_in
+from halfstep.errors import FolderTaken, HalfstepError, WrongUse, format_error_reason
 from halfstep.files import read_json, write_json
-from halfstep.json_data import json_data
+from halfstep.json_data import convert_to_json_data
 from halfstep.measure.bench.comparison import (
     BenchMetric,
     BenchTimes,
-    Config,
+    CandidateConfig,
     Gain,
-    Memory,
     RunFailed,
     RunResult,
-    check_places,
-    rows_of,
-    usual,
+    UpdateMemory,
+    build_bench_rows,
+    check_distinct_files,
+    list_usual_configs,
 )
 from halfstep.measure.bench.page import Bench
-from halfstep.measure.bench.runs import METRIC, CaseCandidate, RecipeCandidate, RunTimeLimit, as_file, race_of
+from halfstep.measure.bench.runs import (
+    METRIC,
+    CaseCandidate,
+    RecipeCandidate,
+    RunTimeLimit,
+    format_candidate_filename,
+    race_case_candidates,
+)
 from halfstep.measure.case import Case, LossFunction
-from halfstep.measure.conditions import Conditions, conditions
-from halfstep.measure.local_candidate import candidate_of
+from halfstep.measure.conditions import Conditions, collect_conditions
+from halfstep.measure.local_candidate import create_candidate
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.subject import Measurable, Settings, Subject, subject_of
+from halfstep.measure.subject import Measurable, Settings, Subject, resolve_subject
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
-from halfstep.precision.names import read_precision
+from halfstep.precision.names import parse_precision
 from halfstep.status_line import OnProgress
 
 OneRun = Callable[[int], RunResult]
@@ -41,7 +48,7 @@ Race = Callable[[Sequence[str]], BenchTimes]
 """Times the named candidates in turns."""
 
 
-def compare(
+def run_bench_arms(
     arms: Mapping[str, OneRun],
     *,
     name: str,
@@ -49,9 +56,9 @@ def compare(
     metric: BenchMetric,
     conditions: Conditions,
     settings: Sequence[str] = (),
-    memories: Mapping[str, Callable[[], Memory]] | None = None,
+    memories: Mapping[str, Callable[[], UpdateMemory]] | None = None,
     race: Race | None = None,
-    configs: Mapping[str, Config] | None = None,
+    configs: Mapping[str, CandidateConfig] | None = None,
     price_per_hour: float | None = None,
     progress: OnProgress | None = None,
 ) -> Bench:
@@ -63,7 +70,7 @@ def compare(
     """
     if not arms:
         raise WrongUse("a bench without arms", allowed="a baseline first, then others", do="name at least one")
-    work = _Work(arms, seeds, memories or {}, race, progress)
+    work = _BenchRunner(arms, seeds, memories or {}, race, progress)
     try:
         work.do()
     except KeyboardInterrupt:
@@ -72,7 +79,7 @@ def compare(
         name=name,
         metric=metric,
         seeds=tuple(seeds),
-        rows=rows_of(work.runs, work.failed, metric, work.memories, work.gains, configs or {}),
+        rows=build_bench_rows(work.runs, work.failed, metric, work.memories, work.gains, configs or {}),
         settings=tuple(settings),
         conditions=conditions,
         price_per_hour=price_per_hour,
@@ -82,14 +89,14 @@ def compare(
     )
 
 
-class _Work:
+class _BenchRunner:
     """The work of a bench and its results so far."""
 
     def __init__(
         self,
         arms: Mapping[str, OneRun],
         seeds: Sequence[int],
-        measure: Mapping[str, Callable[[], Memory]],
+        measure: Mapping[str, Callable[[], UpdateMemory]],
         race: Race | None,
         progress: OnProgress | None,
     ) -> None:
@@ -98,7 +105,7 @@ class _Work:
         self._done = 0
         self.runs: dict[str, list[RunResult]] = {name: [] for name in arms}
         self.failed: dict[str, str] = {}
-        self.memories: dict[str, Memory] = {}
+        self.memories: dict[str, UpdateMemory] = {}
         self.gains: dict[str, Gain] = {}
         self.notes: list[str] = []
         self.interrupted = False
@@ -126,7 +133,7 @@ class _Work:
         try:
             raced = race(names)
         except (HalfstepError, CandidateFailed, CandidateTooSlow) as error:
-            self.notes.append(f"speed is from the runs, as the race failed: {reason_in(error)}")
+            self.notes.append(f"speed is from the runs, as the race failed: {format_error_reason(error)}")
             return
         self.gains.update({name: gain for name, gain in raced.gains.items() if name not in raced.failed})
         self.interrupted = raced.interrupted
@@ -144,7 +151,7 @@ class _Work:
             try:
                 work()
             except (HalfstepError, RunFailed, CandidateFailed, CandidateTooSlow) as error:
-                self.failed[name] = reason_in(error)
+                self.failed[name] = format_error_reason(error)
         self._advance()
 
     def _advance(self) -> None:
@@ -156,7 +163,7 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class MemoryOf:
+class MemoryMeasurement:
     """A memory measurement, made once for each candidate and saved in a file.
 
     It comes before the runs, so that a candidate that the device refuses is not trained at all.
@@ -168,28 +175,28 @@ class MemoryOf:
     saved: Path | None = None
     identity: Mapping[str, object] | None = None
 
-    def __call__(self) -> Memory:
+    def __call__(self) -> UpdateMemory:
         found = read_json(self.saved) if self.saved else None
         if isinstance(found, dict) and found.get("identity") == self.identity:
-            return Memory(*(found["memory"][key] for key in ("measured", "parts", "note")))
+            return UpdateMemory(*(found["memory"][key] for key in ("measured", "parts", "note")))
         setting = self.setting or self.subject.open().setting
-        with candidate_of(self.subject, setting) as candidate:
+        with create_candidate(self.subject, setting) as candidate:
             place = candidate.open()["conditions"]["place"]
             measured = candidate.memory()
-        memory = _add_parts(measured, self.subject, setting, place)
+        memory = _add_predicted_parts(measured, self.subject, setting, place)
         if self.saved:
-            write_json(self.saved, {"identity": self.identity, "memory": json_data(memory)})
+            write_json(self.saved, {"identity": self.identity, "memory": convert_to_json_data(memory)})
         return memory
 
 
-def _add_parts(measured: int, subject: Subject | Case, setting: StepSetting, place: str) -> Memory:
-    from halfstep.measure.memory.estimate import ledger_of
+def _add_predicted_parts(measured: int, subject: Subject | Case, setting: StepSetting, place: str) -> UpdateMemory:
+    from halfstep.measure.memory.estimate import estimate_ledger
 
     try:
-        return Memory(measured, dict(ledger_of(subject.open, setting, place).at_peak))
+        return UpdateMemory(measured, dict(estimate_ledger(subject.open, setting, place).at_peak))
     except (HalfstepError, RuntimeError, NotImplementedError, TypeError) as error:
         # A model that fake tensors cannot run is still measured.
-        return Memory(measured, None, f"not predicted: {str(error).splitlines()[0] if str(error) else error!r}")
+        return UpdateMemory(measured, None, f"not predicted: {str(error).splitlines()[0] if str(error) else error!r}")
 
 
 BASELINE = "fp32"
@@ -235,14 +242,14 @@ def bench(
         WrongUse: The arguments are invalid.
         FolderTaken: The folder has other runs.
     """
-    given = subject_of(subject, loss_fn, batch, settings)
-    changes = _arms(precisions, arms)
+    given = resolve_subject(subject, loss_fn, batch, settings)
+    changes = _resolve_arms(precisions, arms)
     if seeds < 1:
         raise WrongUse(f"{seeds} seeds", allowed="1 or more; 3 or more for a verdict on accuracy", do="--seeds 3")
     if price_per_hour is not None and not 0.0 <= price_per_hour < float("inf"):
         raise WrongUse(f"a price of {price_per_hour} an hour", allowed="0 or more", do="--price-per-hour 2.5")
     run = partial(
-        compare,
+        run_bench_arms,
         name=given.text if isinstance(given, Subject) else given.name,
         settings=given.settings if isinstance(given, Subject) else (),
         seeds=range(1, seeds + 1),
@@ -257,7 +264,7 @@ def bench(
         return _bench_recipe(given, changes, Path(place), seeds, run)
 
 
-def _arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
+def _resolve_arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
     """Return settings by the name of the candidate, fp32 first."""
     found = {BASELINE: (f"precision={BASELINE}",)}
     if arms is not None:
@@ -265,9 +272,9 @@ def _arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -
             raise WrongUse(
                 f"an arm named {BASELINE}", allowed="other names: the first arm has this one", do="rename the arm"
             )
-        check_places({name: as_file(name) for name in arms})
+        check_distinct_files({name: format_candidate_filename(name) for name in arms})
         return {**found, **{name: tuple(changed) for name, changed in arms.items()}}
-    names = [read_precision(word).name for word in precisions]
+    names = [parse_precision(word).name for word in precisions]
     return {**found, **{name: (f"precision={name}",) for name in names}}
 
 
@@ -284,9 +291,9 @@ def _bench_case(
     return run(
         found,
         metric=METRIC,
-        conditions=conditions(),
-        memories={name: MemoryOf(candidate.subject, candidate.setting) for name, candidate in found.items()},
-        race=partial(race_of, found),
+        conditions=collect_conditions(),
+        memories={name: MemoryMeasurement(candidate.subject, candidate.setting) for name, candidate in found.items()},
+        race=partial(race_case_candidates, found),
     )
 
 
@@ -301,15 +308,15 @@ def _settings_error(name: str) -> WrongUse:
 def _bench_recipe(
     subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, seeds: int, run: Callable[..., Bench]
 ) -> Bench:
-    from halfstep.runs.registry import task_class
+    from halfstep.runs.registry import find_task_class
 
-    recipes = {name: _recipe(subject, changed) for name, changed in changes.items()}
+    recipes = {name: _resolve_candidate_recipe(subject, changed) for name, changed in changes.items()}
     configs = {
-        name: Config(recipe.precision, recipe.train.batch_size * recipe.train.microbatches, changes[name])
+        name: CandidateConfig(recipe.precision, recipe.train.batch_size * recipe.train.microbatches, changes[name])
         for name, recipe in recipes.items()
     }
-    task = task_class(recipes[BASELINE].task)(recipes[BASELINE])  # the metric may depend on the data
-    now = conditions()
+    task = find_task_class(recipes[BASELINE].task)(recipes[BASELINE])  # the metric may depend on the data
+    now = collect_conditions()
     same = {key: value for key, value in now.items() if key in _SAME}
     time_limit = RunTimeLimit()
     runs, memories = {}, {}
@@ -317,23 +324,23 @@ def _bench_recipe(
         words = (*subject.settings, *changed)
         identity = {"recipe": recipes[name].model_dump(mode="json"), **same}
         runs[name] = RecipeCandidate(subject.text, words, folder, name, identity, time_limit)
-        memories[name] = MemoryOf(Subject(subject.text, words), None, runs[name].beside("memory"), identity)
-    _check_kept(runs.values(), range(1, seeds + 1), folder)
+        memories[name] = MemoryMeasurement(Subject(subject.text, words), None, runs[name].beside("memory"), identity)
+    _check_folder_results(runs.values(), range(1, seeds + 1), folder)
     metric = BenchMetric(task.metric, task.higher_is_better)
     return run(runs, metric=metric, conditions=now, memories=memories, configs=configs)
 
 
-def usual_candidates(subject: Subject, precision: str) -> dict[str, tuple[str, ...]]:
+def list_usual_arms(subject: Subject, precision: str) -> dict[str, tuple[str, ...]]:
     """Return the usual configurations as `arms` of `bench`.
 
     They are mixed precision alone, with twice the recipe's batch, and compiled. Raises `WrongUse` for a case.
     """
     if subject.is_own_code:
         raise _settings_error(subject.text)
-    return usual(_recipe(subject, ()).train.batch_size, read_precision(precision).name)
+    return list_usual_configs(_resolve_candidate_recipe(subject, ()).train.batch_size, parse_precision(precision).name)
 
 
-def _check_kept(arms: Iterable[RecipeCandidate], seeds: Sequence[int], folder: Path) -> None:
+def _check_folder_results(arms: Iterable[RecipeCandidate], seeds: Sequence[int], folder: Path) -> None:
     """Raise `FolderTaken` if the folder has results of another bench; they are not overwritten."""
     taken = next((found for candidate in arms if (found := candidate.others(seeds))), None)
     if taken is not None:
@@ -344,16 +351,16 @@ def _check_kept(arms: Iterable[RecipeCandidate], seeds: Sequence[int], folder: P
         )
 
 
-def _recipe(subject: Subject, changed: tuple[str, ...]) -> Any:
+def _resolve_candidate_recipe(subject: Subject, changed: tuple[str, ...]) -> Any:
     """Return the complete recipe of a candidate, except for what differs between seeds."""
-    from halfstep.recipe.names import PRECISION_WORDS, read_flags
+    from halfstep.recipe.names import PRECISION_WORDS, parse_typed_settings
     from halfstep.recipe.sources import read_recipe
-    from halfstep.runs.registry import task_schema
-    from halfstep.runs.resolve import resolved_recipe
+    from halfstep.runs.registry import find_task_schema
+    from halfstep.runs.resolve import resolve_run_recipe
 
     found = read_recipe(subject.text)
-    schema = task_schema(str(found.raw.get("task")))
-    for key, _ in read_flags(list(subject.settings), schema):
+    schema = find_task_schema(str(found.raw.get("task")))
+    for key, _ in parse_typed_settings(list(subject.settings), schema):
         if key in _OURS or key in PRECISION_WORDS or key == "precision":
             raise WrongUse(
                 f"{key} among the settings of a bench",
@@ -361,4 +368,4 @@ def _recipe(subject: Subject, changed: tuple[str, ...]) -> Any:
                 do=f"leave out {key}",
             )
     # Fixed values, so that the identity of a run does not depend on its seed and folder.
-    return resolved_recipe(found, [*subject.settings, *changed, "train.seed=0", "run.dir=bench"]).recipe
+    return resolve_run_recipe(found, [*subject.settings, *changed, "train.seed=0", "run.dir=bench"]).recipe

@@ -13,7 +13,14 @@ from typing import Any
 
 from halfstep.errors import WrongUse
 from halfstep.json_data import JsonResult
-from halfstep.measure.parity import Margin, ParityTest, half_a_point, margin_of, mean_interval, parity
+from halfstep.measure.parity import (
+    Margin,
+    ParityTest,
+    compare_paired_metrics,
+    compute_margin,
+    compute_mean_interval,
+    compute_smallest_margin,
+)
 from halfstep.measure.timing import Speed, Verdict
 
 
@@ -30,7 +37,7 @@ class BenchMetric:
 
 
 @dataclass(frozen=True)
-class Config:
+class CandidateConfig:
     """The configuration of a candidate."""
 
     precision: str
@@ -73,7 +80,7 @@ class RunResult(JsonResult):
 
 
 @dataclass(frozen=True)
-class Memory(JsonResult):
+class UpdateMemory(JsonResult):
     """Memory of one update, in bytes of tensors."""
 
     measured: int | None = None
@@ -98,7 +105,7 @@ LARGE = 2
 """Factor of the batch: the usual use of the memory that 16 bits save."""
 
 
-def usual(batch_size: int, precision: str) -> dict[str, tuple[str, ...]]:
+def list_usual_configs(batch_size: int, precision: str) -> dict[str, tuple[str, ...]]:
     """Return the usual configurations: mixed precision alone, with a larger batch, and compiled."""
     amp = f"precision={precision}"
     return {
@@ -108,7 +115,7 @@ def usual(batch_size: int, precision: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-def read_candidates(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def parse_arms(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Parse `NAME: SETTING SETTING` texts; return settings by name.
 
     Raises `WrongUse` for a text without a name or settings, and for a repeated name.
@@ -132,7 +139,7 @@ def read_candidates(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def check_places(places: Mapping[str, str]) -> None:
+def check_distinct_files(places: Mapping[str, str]) -> None:
     """Raise `WrongUse` for names that map to the same file, such as `a+b` and `a-b`."""
     seen: dict[str, str] = {}
     for name, place in places.items():
@@ -166,7 +173,7 @@ class Gain(JsonResult):
         return "faster" if self.low > 1.0 else "slower"
 
 
-def gain_of(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> Gain | None:
+def compute_gain(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> Gain | None:
     """Return the speed-up, paired by seed; None without pairs.
 
     The epochs of a run are not independent, so each run counts once, however many epochs it has.
@@ -181,13 +188,13 @@ def gain_of(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> Gain |
     if not logs:
         return None
     # A single pair has no interval, and so no verdict.
-    low, high = _interval(logs)
+    low, high = _compute_seed_interval(logs)
     # math.exp overflows above 709; with two seeds an interval can be as wide as that.
     ends = [None if end is None else math.exp(min(end, 700.0)) for end in (low, high)]
     return Gain(math.exp(statistics.mean(logs)), ends[0], ends[1], len(logs))
 
 
-def gain_of_race(speed: Speed) -> Gain:
+def convert_speed_to_gain(speed: Speed) -> Gain:
     """Return the speed of a race as a gain."""
     return Gain(speed.speedup, speed.low, speed.high, speed.pairs)
 
@@ -212,17 +219,17 @@ class Average:
     high: float | None
 
 
-def average(values: Sequence[float | None]) -> Average | None:
+def compute_finite_average(values: Sequence[float | None]) -> Average | None:
     """Return the mean of the finite values; None if there is none."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
-    low, high = _interval(known)
+    low, high = _compute_seed_interval(known)
     return Average(statistics.mean(known), statistics.stdev(known) if len(known) > 1 else None, low, high)
 
 
-def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
-    return mean_interval(values, CONFIDENCE) if len(values) > 1 else (None, None)
+def _compute_seed_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    return compute_mean_interval(values, CONFIDENCE) if len(values) > 1 else (None, None)
 
 
 @dataclass(frozen=True)
@@ -235,7 +242,7 @@ class TimeToLoss:
     runs: int
 
 
-def time_to_loss(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> TimeToLoss | None:
+def compute_time_to_loss(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> TimeToLoss | None:
     """Return the time, paired by seed; None if no losses are known."""
     goals = {run.seed: run.curve[-1][1] for run in base if run.curve and math.isfinite(run.curve[-1][1])}
     found = [
@@ -249,7 +256,7 @@ def time_to_loss(base: Sequence[RunResult], candidate: Sequence[RunResult]) -> T
     return TimeToLoss(statistics.median(times) if times else None, len(times), len(found))
 
 
-def smoothed(curve: Sequence[tuple[float, float]], over: int) -> tuple[tuple[float, float], ...]:
+def smooth_loss_curve(curve: Sequence[tuple[float, float]], over: int) -> tuple[tuple[float, float], ...]:
     """Return each loss as the mean of the last `over`, beginning when there are that many."""
     return tuple(
         (curve[end - 1][0], statistics.fmean(loss for _, loss in curve[end - over : end]))
@@ -268,19 +275,19 @@ class BenchRow:
     runs: tuple[RunResult, ...]
     failed: str
     """Why it has no more runs; empty if it did not fail."""
-    memory: Memory | None
+    memory: UpdateMemory | None
     gain: Gain | None
     parity: ParityTest | None
     """None for the baseline, and without pairs."""
     time_to_loss: TimeToLoss | None
     less_memory: float | None
     """Share of the baseline's memory that is saved; negative if it uses more."""
-    config: Config
+    config: CandidateConfig
 
     @property
     def metric(self) -> Average | None:
         """Return the mean of the final metric over seeds."""
-        return average([run.metric for run in self.runs])
+        return compute_finite_average([run.metric for run in self.runs])
 
     @property
     def finite(self) -> int:
@@ -290,22 +297,22 @@ class BenchRow:
     @property
     def samples_per_second(self) -> Average | None:
         """Return the mean throughput over seeds."""
-        return average([run.samples_per_second for run in self.runs])
+        return compute_finite_average([run.samples_per_second for run in self.runs])
 
     @property
     def seconds_per_epoch(self) -> Average | None:
         """Return the mean training time of an epoch over seeds."""
-        return average([run.seconds_per_epoch for run in self.runs])
+        return compute_finite_average([run.seconds_per_epoch for run in self.runs])
 
     @property
     def joules_per_epoch(self) -> Average | None:
         """Return the mean energy of an epoch over seeds; None if it was not measured."""
-        return average([run.joules_per_epoch for run in self.runs])
+        return compute_finite_average([run.joules_per_epoch for run in self.runs])
 
     @property
     def seconds(self) -> Average | None:
         """Return the mean duration of a run over seeds."""
-        return average([run.seconds for run in self.runs])
+        return compute_finite_average([run.seconds for run in self.runs])
 
     @property
     def peak_bytes(self) -> int | None:
@@ -335,7 +342,7 @@ class BenchRow:
     def cost(self, price_per_hour: float | None) -> float | None:
         """Return the cost of training one run: the time per epoch times its epochs."""
         epoch = self.seconds_per_epoch
-        epochs = average([run.epochs for run in self.runs])
+        epochs = compute_finite_average([run.epochs for run in self.runs])
         if price_per_hour is None or epoch is None or epochs is None:
             return None
         return epoch.mean * epochs.mean * price_per_hour / SECONDS_PER_HOUR
@@ -349,20 +356,20 @@ class BenchRow:
         return {"seeds": [run.seed for run in self.runs], **{key: getattr(self, key) for key in keys}}
 
 
-def rows_of(
+def build_bench_rows(
     runs: Mapping[str, Sequence[RunResult]],
     failed: Mapping[str, str],
     metric: BenchMetric,
-    memories: Mapping[str, Memory],
+    memories: Mapping[str, UpdateMemory],
     gains: Mapping[str, Gain],
-    configs: Mapping[str, Config],
+    configs: Mapping[str, CandidateConfig],
     *,
     base_name: str = "fp32",
 ) -> tuple[BenchRow, ...]:
     """Return a row for each candidate; the others are compared with the first, which notes call `base_name`."""
     baseline, *_ = runs
     base = runs[baseline]
-    margin = margin_over(base, metric)
+    margin = compute_baseline_margin(base, metric)
     return tuple(
         BenchRow(
             name=name,
@@ -370,23 +377,23 @@ def rows_of(
             failed=failed.get(name, ""),
             memory=memories.get(name),
             # A race takes precedence: its pairs are interleaved.
-            gain=gains.get(name) or gain_of(base, own),
-            parity=None if name == baseline else _parity(base, own, metric, margin, base_name),
-            time_to_loss=time_to_loss(base, own),
-            less_memory=_memory_saved(memories.get(baseline), memories.get(name)),
-            config=configs.get(name) or Config(name),
+            gain=gains.get(name) or compute_gain(base, own),
+            parity=None if name == baseline else _compare_seed_metrics(base, own, metric, margin, base_name),
+            time_to_loss=compute_time_to_loss(base, own),
+            less_memory=_compute_memory_saving(memories.get(baseline), memories.get(name)),
+            config=configs.get(name) or CandidateConfig(name),
         )
         for name, own in runs.items()
     )
 
 
-def margin_over(base: Sequence[RunResult], metric: BenchMetric) -> Margin:
+def compute_baseline_margin(base: Sequence[RunResult], metric: BenchMetric) -> Margin:
     """Return the margin from all runs of the baseline, also those with seeds that a candidate lacks."""
     metrics = [run.metric for run in base]
-    return margin_of(metrics, points=half_a_point(metrics, higher_is_better=metric.higher_is_better))
+    return compute_margin(metrics, points=compute_smallest_margin(metrics, higher_is_better=metric.higher_is_better))
 
 
-def _parity(
+def _compare_seed_metrics(
     base: Sequence[RunResult], candidate: Sequence[RunResult], metric: BenchMetric, margin: Margin, base_name: str
 ) -> ParityTest | None:
     """Return the parity over the seeds that both have; None if there are none."""
@@ -395,10 +402,10 @@ def _parity(
     if not pairs:
         return None
     ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    return parity(ours, theirs, margin, higher_is_better=metric.higher_is_better, base_name=base_name)
+    return compare_paired_metrics(ours, theirs, margin, higher_is_better=metric.higher_is_better, base_name=base_name)
 
 
-def _memory_saved(base: Memory | None, candidate: Memory | None) -> float | None:
+def _compute_memory_saving(base: UpdateMemory | None, candidate: UpdateMemory | None) -> float | None:
     """Return the share of memory saved: measured against measured, or predicted against predicted."""
     if base is None or candidate is None:
         return None

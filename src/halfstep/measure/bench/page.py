@@ -10,26 +10,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfstep.draw.markdown import markdown, write_markdown
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.markdown import render_markdown, write_markdown
+from halfstep.draw.notebook import PageResult
 from halfstep.errors import FolderTaken
 from halfstep.files import read_json, write_json
-from halfstep.journal.jsonl import in_strict_json
-from halfstep.json_data import JsonResult, json_data
+from halfstep.journal.jsonl import convert_to_strict_json
+from halfstep.json_data import JsonResult, convert_to_json_data
 from halfstep.measure.bench import report
-from halfstep.measure.bench.comparison import BenchMetric, BenchRow, margin_over
-from halfstep.measure.conditions import Conditions, busy
-from halfstep.measure.memory_bars import MemoryUse, memory_bars
+from halfstep.measure.bench.comparison import BenchMetric, BenchRow, compute_baseline_margin
+from halfstep.measure.conditions import Conditions, describe_load_problem
+from halfstep.measure.memory_bars import MemoryUse, draw_memory_bars
 from halfstep.measure.parity import Margin
-from halfstep.numbers import several
+from halfstep.numbers import format_counted_noun
 from halfstep.page import (
     Bars,
     Block,
     Column,
-    Command,
     Curve,
     Curves,
     Heading,
+    Instruction,
     Interval,
     Intervals,
     Page,
@@ -37,7 +37,7 @@ from halfstep.page import (
     Span,
     Style,
     Table,
-    charts_of,
+    build_charts,
 )
 
 _WHOLE = ("Config", "Batch", "Precision")
@@ -48,7 +48,7 @@ TONES: dict[str, Style] = {
 
 
 @dataclass(frozen=True)
-class Bench(JsonResult, ShownAsPage):
+class Bench(JsonResult, PageResult):
     """Candidates compared with strict fp32, which is the first row."""
 
     name: str
@@ -84,22 +84,26 @@ class Bench(JsonResult, ShownAsPage):
     @property
     def margin(self) -> Margin | None:
         """Return the margin on the metric, one for every candidate; None if fp32 has no finite metric."""
-        return margin_over(self.baseline.runs, self.metric) if self.baseline.finite else None
+        return compute_baseline_margin(self.baseline.runs, self.metric) if self.baseline.finite else None
 
     @property
     def asides(self) -> tuple[str, ...]:
         """Return remarks on all verdicts: the margin, other work on the machine, and deviations."""
         # Without a candidate to compare, a margin means nothing.
-        margin = [report.margin_said(self.margin, self.metric)] if self.margin and len(self.rows) > 1 else []
-        in_fp8 = [report.fp8_said(row, self.rows, self.metric) for row in self.rows if row.converted]
-        return (*margin, *in_fp8, *filter(None, [busy(self.conditions)]), *self.notes)
+        margin = [report.describe_margin(self.margin, self.metric)] if self.margin and len(self.rows) > 1 else []
+        in_fp8 = [report.describe_fp8_result(row, self.rows, self.metric) for row in self.rows if row.converted]
+        return (*margin, *in_fp8, *filter(None, [describe_load_problem(self.conditions)]), *self.notes)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
         """Return a sentence for each candidate, one for a failed baseline, and the best of named candidates."""
         first = [f"{self.baseline.name}: failed: {self.baseline.failed}"] if self.baseline.failed else []
-        best = [report.best_said(self.best, self.metric)] if self.best and self.has_configs else []
-        return (*first, *(report.sentence(row, self.metric, len(self.seeds)) for row in self.rows[1:]), *best)
+        best = [report.describe_best_candidate(self.best, self.metric)] if self.best and self.has_configs else []
+        return (
+            *first,
+            *(report.describe_candidate_result(row, self.metric, len(self.seeds)) for row in self.rows[1:]),
+            *best,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data that strict JSON can represent."""
@@ -114,50 +118,55 @@ class Bench(JsonResult, ShownAsPage):
             "raced": self.raced, "rows": rows, "price_per_hour": self.price_per_hour, "conditions": self.conditions,
             "interrupted": self.interrupted,
         }  # fmt: skip
-        return in_strict_json(json_data(plain))
+        return convert_to_strict_json(convert_to_json_data(plain))
 
     def page(self) -> Page:
         """Return the page about it."""
-        return bench_page(self)
+        return build_bench_page(self)
 
     def markdown(self) -> str:
         """Return the page as Markdown, for a pull request or a log."""
-        return markdown(self.page())
+        return render_markdown(self.page())
 
 
-def bench_page(bench: Bench, files: Sequence[Path] = ()) -> Page:
+def build_bench_page(bench: Bench, files: Sequence[Path] = ()) -> Page:
     """Return the page of a bench, whose result was written to these files."""
     device, count = bench.conditions.get("device", ""), len(bench.seeds)
-    blocks = [*_verdicts(bench)]
-    blocks += [Heading("Figures", f"{bench.name} on {device}, {several(count, 'seed')}"), _table(bench)]
-    blocks += charts_of(speed_chart(bench), parity_chart(bench), memory_chart(bench), loss_chart(bench))
-    footnote = report.footnote(bench.conditions, bench.seeds, bench.metric, raced=bench.raced)
+    blocks = [*_build_verdict_blocks(bench)]
+    blocks += [
+        Heading("Figures", f"{bench.name} on {device}, {format_counted_noun(count, 'seed')}"),
+        _build_bench_table(bench),
+    ]
+    blocks += build_charts(
+        draw_bench_speeds(bench), draw_parity_chart(bench), draw_bench_memory(bench), draw_bench_losses(bench)
+    )
+    footnote = report.describe_bench_figures(bench.conditions, bench.seeds, bench.metric, raced=bench.raced)
     blocks += [Heading("Conditions"), Paragraph(Span(footnote, "dim"), indent=True)]
     if files:
         blocks.append(Paragraph(Span(f"wrote {', '.join(map(str, files))}", "dim"), indent=True, gap=True))
-    blocks.append(Command(next_command(bench), "do: ", gap=not files))
+    blocks.append(Instruction(suggest_bench_command(bench), "do: ", gap=not files))
     return Page(f"bench of {bench.name}", tuple(blocks))
 
 
-def _verdicts(bench: Bench) -> Iterator[Block]:
+def _build_verdict_blocks(bench: Bench) -> Iterator[Block]:
     if bench.interrupted:
         yield Paragraph(Span("Interrupted: these are the runs that were finished.", "warn"))
     for row in bench.rows[1:]:
         verdict = row.parity.verdict if row.parity else ""
         tone = "bad" if row.failed else TONES.get(verdict, "")
-        claim = report.claim(row, bench.metric, len(bench.seeds))
+        claim = report.describe_unnamed_result(row, bench.metric, len(bench.seeds))
         yield Paragraph((Span(row.name, tone, strong=True), f": {claim}"))
     if bench.best and bench.has_configs:
-        yield Paragraph(Span(report.best_said(bench.best, bench.metric), "good", strong=True))
+        yield Paragraph(Span(report.describe_best_candidate(bench.best, bench.metric), "good", strong=True))
     if bench.baseline.failed:
         yield Paragraph(Span(bench.verdicts[0], "bad"))
     for aside in bench.asides:
         yield Paragraph(Span(aside, "dim"), indent=True)
 
 
-def _table(bench: Bench) -> Table:
-    shown = report.columns(bench.metric, bench.price_per_hour, configs=bench.has_configs)
-    main = report.main_columns(bench.metric, configs=bench.has_configs)
+def _build_bench_table(bench: Bench) -> Table:
+    shown = report.build_bench_columns(bench.metric, bench.price_per_hour, configs=bench.has_configs)
+    main = report.build_main_columns(bench.metric, configs=bench.has_configs)
     # The heading above the table names the hardware on the terminal.
     columns = [Column("Hardware", terminal="never")]
     for title in shown:
@@ -168,17 +177,17 @@ def _table(bench: Bench) -> Table:
     return Table(tuple(columns), rows)
 
 
-def parity_chart(bench: Bench) -> Intervals | None:
+def draw_parity_chart(bench: Bench) -> Intervals | None:
     """Return each candidate's difference from fp32 with its interval, next to the margin."""
-    title = f"Difference in {report.kind(bench.metric)}"
-    return parity_intervals(title, bench.rows, bench.metric, bench.margin) if bench.margin else None
+    title = f"Difference in {report.name_metric(bench.metric)}"
+    return draw_parity_intervals(title, bench.rows, bench.metric, bench.margin) if bench.margin else None
 
 
-def parity_intervals(title: str, rows: Sequence[BenchRow], metric: BenchMetric, margin: Margin) -> Intervals:
+def draw_parity_intervals(title: str, rows: Sequence[BenchRow], metric: BenchMetric, margin: Margin) -> Intervals:
     """Return the difference of each row from its baseline with its interval, next to the margin."""
     scale, unit = (report.POINTS, "points") if metric.higher_is_better else (1.0, metric.name)
     intervals = tuple(
-        Interval(row.name, report.difference(test, metric), test.verdict, TONES[test.verdict],
+        Interval(row.name, report.format_parity_difference(test, metric), test.verdict, TONES[test.verdict],
                  *(_scale_value(end, scale) for end in (test.low, test.difference, test.high)))
         for row in rows
         if (test := row.parity) is not None
@@ -191,7 +200,7 @@ def _scale_value(value: float | None, scale: float) -> float:
     return math.nan if value is None else value * scale
 
 
-def speed_chart(bench: Bench) -> Intervals:
+def draw_bench_speeds(bench: Bench) -> Intervals:
     """Return each candidate's speed-up with its interval, next to fp32's 1."""
     rows = [
         Interval(row.name, f"{gain.times:.2f}x", gain.verdict, TONES[gain.verdict],
@@ -203,14 +212,14 @@ def speed_chart(bench: Bench) -> Intervals:
     return Intervals("Speed", tuple(rows), "times as fast as strict fp32", 1.0, legend=legend)
 
 
-def memory_chart(bench: Bench) -> Bars:
+def draw_bench_memory(bench: Bench) -> Bars:
     """Return the memory of each candidate: predicted in parts, and measured."""
     known = [(row.name, row.memory) for row in bench.rows if row.memory is not None]
     uses = [MemoryUse(name, memory.parts or {}, memory.measured) for name, memory in known]
-    return memory_bars(uses, "Tensors of one update")
+    return draw_memory_bars(uses, "Tensors of one update")
 
 
-def loss_chart(bench: Bench) -> Curves:
+def draw_bench_losses(bench: Bench) -> Curves:
     """Return the loss of each candidate over the seconds of its run with the first seed."""
     seed = bench.seeds[0] if bench.seeds else None
     runs = [(row.name, run) for row in bench.rows for run in row.runs if run.seed == seed and run.curve]
@@ -221,7 +230,7 @@ def loss_chart(bench: Bench) -> Curves:
     return Curves(f"Loss over time, seed {seed}", curves, "seconds", "loss")
 
 
-def next_command(bench: Bench) -> str:
+def suggest_bench_command(bench: Bench) -> str:
     """Return what to do next: use the fastest precision of equal accuracy, or run more seeds where it is open."""
     # module:callable is a case; a recipe's name has no colon.
     is_case = ":" in bench.name
@@ -232,8 +241,8 @@ def next_command(bench: Bench) -> str:
         return f"fix the failure of {base.name}, then run the same command again"
     if base.finite < len(base.runs):
         return f"make {base.name} train to a finite {bench.metric.name} first, then run the same command again"
-    if bench.best is None and any(map(_is_open, bench.rows[1:])):
-        words = shlex.join([bench.name, *bench.settings, *_arms_typed(bench)])
+    if bench.best is None and any(map(_is_undecided, bench.rows[1:])):
+        words = shlex.join([bench.name, *bench.settings, *_list_arm_options(bench)])
         return f"halfstep bench {words} --seeds {max(5, len(bench.seeds) + 2)}"
     best = bench.best or base
     if is_case:
@@ -242,13 +251,13 @@ def next_command(bench: Bench) -> str:
     return f"halfstep train {shlex.join([bench.name, *bench.settings, *changed])}"
 
 
-def _is_open(row: BenchRow) -> bool:
+def _is_undecided(row: BenchRow) -> bool:
     """Return whether more seeds might decide it."""
     verdicts = (row.parity and row.parity.verdict, row.gain and row.gain.verdict)
     return all(verdicts) and "can't tell" in verdicts and not row.failed
 
 
-def _arms_typed(bench: Bench) -> list[str]:
+def _list_arm_options(bench: Bench) -> list[str]:
     """Return the candidates that did not fail, as typed on the command line."""
     rows = [row for row in bench.rows if not row.failed]
     if not bench.has_configs:
@@ -256,7 +265,7 @@ def _arms_typed(bench: Bench) -> list[str]:
     return [word for row in rows[1:] for word in ("--arm", f"{row.name}: {shlex.join(row.config.settings)}")]
 
 
-def check_folder(folder: Path, name: str) -> None:
+def check_report_folder(folder: Path, name: str) -> None:
     """Raise `FolderTaken` if a report cannot be written there, or would replace one of another subject.
 
     Called before anything runs.
@@ -273,7 +282,7 @@ def check_folder(folder: Path, name: str) -> None:
         )
 
 
-def write_report(bench: Bench, folder: Path) -> list[Path]:
+def write_bench_report(bench: Bench, folder: Path) -> list[Path]:
     """Write bench.json, bench.md and its charts, bench.svg; return the paths written."""
     write_json(folder / "bench.json", bench.as_dict())
     return [folder / "bench.json", *write_markdown(bench.page(), folder / "bench.md")]

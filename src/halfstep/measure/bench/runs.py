@@ -18,17 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.errors import ENDED_FROM_OUTSIDE, HalfstepError, reason_in
+from halfstep.errors import ENDED_FROM_OUTSIDE, HalfstepError, format_error_reason
 from halfstep.files import read_json, write_json
 from halfstep.journal.events import Event
-from halfstep.journal.jsonl import in_strict_json, read_events
-from halfstep.measure.bench.comparison import BenchMetric, BenchTimes, RunFailed, RunResult, gain_of_race, smoothed
+from halfstep.journal.jsonl import convert_to_strict_json, read_events
+from halfstep.measure.bench.comparison import (
+    BenchMetric,
+    BenchTimes,
+    RunFailed,
+    RunResult,
+    convert_speed_to_gain,
+    smooth_loss_curve,
+)
 from halfstep.measure.case import Case
 from halfstep.measure.conditions import Conditions
-from halfstep.measure.local_candidate import LocalCandidate, candidate_of
+from halfstep.measure.local_candidate import LocalCandidate, create_candidate
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
-from halfstep.measure.timing import race, warm
+from halfstep.measure.timing import race_candidates, warm_up_candidate
 from halfstep.measure.worker_process import (
     CandidateFailed,
     CandidateProcess,
@@ -43,20 +50,22 @@ _SMOOTH = 20
 _FACTS = ("device", "precision", "flags", "versions", "batch", "samples")
 
 
-def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResult:
+def read_run_result(journal: Path, seed: int, resident: int | None) -> RunResult:
     """Return the result of a run.
 
     `resident` is the peak memory of the process as the system reports it; the journal only samples it. Raises
     `RunFailed` if the journal is incomplete.
     """
     events = read_events(journal)
-    start, end = _last_event(events, "start"), _last_event(events, "end")
+    start, end = _select_last_event(events, "start"), _select_last_event(events, "end")
     epochs = [event for event in events if event["event"] == "epoch"]
     # The first epoch includes warm-up.
-    speed = _median([event["samples_per_second"] for event in epochs[1:] or epochs])
+    speed = _compute_finite_median([event["samples_per_second"] for event in epochs[1:] or epochs])
     in_epoch = start["steps_per_epoch"] * start["batch"]["total"]
     per_epoch = in_epoch / speed if speed else None
-    watts = _median([(event.get("gpu") or {}).get("power_watts") for event in _select_events(events, "speed")])
+    watts = _compute_finite_median(
+        [(event.get("gpu") or {}).get("power_watts") for event in _select_events(events, "speed")]
+    )
     observed = [event["text"] for event in _select_events(events, "precision_check")]
     memories = [event.get("memory") or {} for event in _select_events(events, "speed")]
     device = [found["device_peak_bytes"] for found in memories if found.get("device_peak_bytes")]
@@ -73,7 +82,7 @@ def result_of_journal(journal: Path, seed: int, resident: int | None) -> RunResu
         seconds_per_epoch=per_epoch,
         samples_per_second=speed,
         epochs=end["steps"] / start["steps_per_epoch"],
-        curve=_curve(events),
+        curve=_collect_loss_curve(events),
         peak_bytes=peak,
         skipped=dict(total),
         joules_per_epoch=watts * per_epoch if watts and per_epoch else None,
@@ -86,19 +95,19 @@ def _select_events(events: Sequence[Event], kind: str) -> list[Event]:
     return [event for event in events if event["event"] == kind]
 
 
-def _last_event(events: Sequence[Event], kind: str) -> Event:
+def _select_last_event(events: Sequence[Event], kind: str) -> Event:
     found = _select_events(events, kind)
     if not found:
         raise RunFailed(f"its journal has no line of the kind {kind!r}")
     return found[-1]
 
 
-def _median(values: Sequence[Any]) -> float | None:
+def _compute_finite_median(values: Sequence[Any]) -> float | None:
     known = [number for value in values if math.isfinite(number := to_float(value))]
     return statistics.median(known) if known else None
 
 
-def _curve(events: Sequence[Event]) -> tuple[tuple[float, float], ...]:
+def _collect_loss_curve(events: Sequence[Event]) -> tuple[tuple[float, float], ...]:
     """Return the validation losses, or the training losses if there is no validation."""
     validated = [
         (float(event["time"]), to_float(event["val"]["loss"]))
@@ -108,7 +117,7 @@ def _curve(events: Sequence[Event]) -> tuple[tuple[float, float], ...]:
     if validated:
         return tuple(validated)
     steps = [(float(event["time"]), to_float(event["loss"])) for event in _select_events(events, "step")]
-    return smoothed(steps, max(1, min(_SMOOTH, len(steps) // 5)))
+    return smooth_loss_curve(steps, max(1, min(_SMOOTH, len(steps) // 5)))
 
 
 _LAST_WORDS = 4000
@@ -162,12 +171,12 @@ class RecipeCandidate:
         began = time.monotonic()
         result = self._train(seed)
         self.time_limit.learn(time.monotonic() - began)
-        write_json(saved, {"identity": known, "result": in_strict_json(result.as_dict())})
+        write_json(saved, {"identity": known, "result": convert_to_strict_json(result.as_dict())})
         return result
 
     def beside(self, what: str) -> Path:
         """Return the file for a saved result of this candidate."""
-        return self.folder / "runs" / f"{as_file(self.name)}-{what}.json"
+        return self.folder / "runs" / f"{format_candidate_filename(self.name)}-{what}.json"
 
     def others(self, seeds: Sequence[int]) -> Path | None:
         """Return the file of a result here with another recipe or conditions; it must not be overwritten."""
@@ -185,27 +194,27 @@ class RecipeCandidate:
         words = [sys.executable, "-m", "halfstep", "train", self.text, *self.settings]
         # strict: an unavailable precision fails instead of falling back to another.
         words += [f"train.seed={seed}", f"run.dir={place}", "train.strict=true", "--json"]
-        code, resident = run_to_end(words, place.with_suffix(".log"), self.time_limit.limit)
+        code, resident = run_measured_process(words, place.with_suffix(".log"), self.time_limit.limit)
         if code != 0:
-            raise RunFailed(_failure_reason(code, place.with_suffix(".log")))
-        result = result_of_journal(place / "journal.jsonl", seed, resident)
+            raise RunFailed(_explain_run_failure(code, place.with_suffix(".log")))
+        result = read_run_result(place / "journal.jsonl", seed, resident)
         shutil.rmtree(place / CHECKPOINTS, ignore_errors=True)  # a finished run is never resumed
         return result
 
 
-def as_file(name: str) -> str:
+def format_candidate_filename(name: str) -> str:
     """Return a candidate's name as used in file names."""
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
 
 
-def run_to_end(words: Sequence[str], log: Path, limit: float | None = None) -> tuple[int, int | None]:
+def run_measured_process(words: Sequence[str], log: Path, limit: float | None = None) -> tuple[int, int | None]:
     """Return the exit code and the peak bytes of the process; it and its children end with this process.
 
     Raises `RunFailed` if it takes longer than `limit` seconds.
     """
     with log.open("wb") as output:
         child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                                 preexec_fn=_dying_with_us())  # fmt: skip
+                                 preexec_fn=_create_parent_death_hook())  # fmt: skip
         try:
             return _wait_for_child(child, limit)
         except BaseException:
@@ -213,7 +222,7 @@ def run_to_end(words: Sequence[str], log: Path, limit: float | None = None) -> t
             raise
 
 
-def _dying_with_us() -> Callable[[], object] | None:
+def _create_parent_death_hook() -> Callable[[], object] | None:
     """Return a hook by which, on Linux, the kernel kills the child when its parent ends for any reason."""
     if sys.platform != "linux":
         return None
@@ -254,7 +263,7 @@ def _time_limit_error(limit: float | None) -> RunFailed:
     )
 
 
-def _failure_reason(code: int, log: Path) -> str:
+def _explain_run_failure(code: int, log: Path) -> str:
     if code == -signal.SIGTERM or code == -9:
         return f"its process {ENDED_FROM_OUTSIDE}"
     lines = [line for line in log.read_text("utf-8", "replace")[-_LAST_WORDS:].splitlines() if line.strip()]
@@ -284,14 +293,14 @@ class CaseCandidate:
 
     def __call__(self, seed: int) -> RunResult:
         """Take `STEPS` updates from the starting point of a seed; return the result."""
-        with candidate_of(self.subject, self.setting) as run:
+        with create_candidate(self.subject, self.setting) as run:
             opened = run.open(LIMIT)
             run.nudge(NUDGE, seed)
             updates = [run.update(LIMIT) for _ in range(STEPS)]
-        return result_of_case(updates, seed, opened["samples"], opened["conditions"])
+        return build_case_result(updates, seed, opened["samples"], opened["conditions"])
 
 
-def result_of_case(updates: Sequence[TimedUpdate], seed: int, samples: int, conditions: Conditions) -> RunResult:
+def build_case_result(updates: Sequence[TimedUpdate], seed: int, samples: int, conditions: Conditions) -> RunResult:
     """Return the result of updates.
 
     A skipped update takes time but its loss is not compared, unless the loss itself is non-finite.
@@ -308,13 +317,13 @@ def result_of_case(updates: Sequence[TimedUpdate], seed: int, samples: int, cond
         metric=statistics.fmean(losses) if losses else math.nan,
         seconds=taken,
         samples_per_second=samples / statistics.median(update.seconds for update in updates),
-        curve=smoothed(timed, min(LAST, len(timed) or 1)),
+        curve=smooth_loss_curve(timed, min(LAST, len(timed) or 1)),
         skipped=dict(Counter(update.reason for update in updates if update.reason is not None)),
         conditions=conditions,
     )
 
 
-def race_of(candidates: Mapping[str, CaseCandidate], names: Sequence[str]) -> BenchTimes:
+def race_case_candidates(candidates: Mapping[str, CaseCandidate], names: Sequence[str]) -> BenchTimes:
     """Open all candidates at once, warm them up and time them in turns; the first is the baseline.
 
     Raises its error if the baseline fails; other candidates that fail are reported.
@@ -323,17 +332,17 @@ def race_of(candidates: Mapping[str, CaseCandidate], names: Sequence[str]) -> Be
     with ExitStack() as opened:
         running: dict[str, CandidateProcess | LocalCandidate] = {}
         for name in names:
-            running[name] = candidate_of(candidates[name].subject, candidates[name].setting)
+            running[name] = create_candidate(candidates[name].subject, candidates[name].setting)
             opened.callback(running[name].close)
         for name in names:
             try:
                 running[name].open(LIMIT)
-                warm(running[name])
+                warm_up_candidate(running[name])
             except (HalfstepError, CandidateFailed, CandidateTooSlow) as error:
                 if name == names[0]:
                     raise
-                failed[name] = reason_in(error)
+                failed[name] = format_error_reason(error)
                 running.pop(name)
-        found = race(running, baseline=names[0], seconds=RACE_SECONDS)
-    gains = {name: gain_of_race(speed) for name, speed in found.speeds.items()}
+        found = race_candidates(running, baseline=names[0], seconds=RACE_SECONDS)
+    gains = {name: convert_speed_to_gain(speed) for name, speed in found.speeds.items()}
     return BenchTimes(gains, found.interrupted, {**failed, **{name: str(why) for name, why in found.failed.items()}})

@@ -13,9 +13,16 @@ from typing import ClassVar, TypedDict
 import torch
 
 from halfstep.errors import UnknownName, WrongUse
-from halfstep.host_memory import total_memory
+from halfstep.host_memory import read_total_memory
 from halfstep.json_data import JsonResult
-from halfstep.precision.hardware import Ability, Device, Kind, ability, describe, present
+from halfstep.precision.hardware import (
+    Device,
+    FormatSupport,
+    Kind,
+    describe_device,
+    find_format_support,
+    list_device_types,
+)
 from halfstep.precision.names import AUTO
 from halfstep.precision.select import choose_precision
 
@@ -65,9 +72,9 @@ class Target(JsonResult):
         # ROCm builds of torch use the name "cuda" for AMD's GPUs.
         return "cuda" if self.device.kind in ("cuda", "rocm", "other") else self.device.kind
 
-    def ability(self, format_name: str) -> Ability:
+    def ability(self, format_name: str) -> FormatSupport:
         """Return whether the device computes in the format natively, and the reason."""
-        return ability(self.device, format_name)
+        return find_format_support(self.device, format_name)
 
 
 def device_named(text: str) -> Target:
@@ -77,19 +84,19 @@ def device_named(text: str) -> Target:
     """
     size = _SIZE.fullmatch(text.strip())
     if size:
-        return _device_of_size(float(size[1]), size[2].lower())
+        return _build_target_of_size(float(size[1]), size[2].lower())
     word = text.strip().lower()
     kind, _, number = word.partition(":")
     # Before the list of cards: a name of torch means this machine.
-    if kind in (HERE, *present(), *_KINDS_OF_TORCH):
-        _refuse_absent(text, kind, number)
+    if kind in (HERE, *list_device_types(), *_KINDS_OF_TORCH):
+        _refuse_absent_device(text, kind, number)
         place = None if word == HERE else word
-        device = describe(place)
-        return _target(place or HERE, device, _memory_of(device))
+        device = describe_device(place)
+        return _build_target(place or HERE, device, _read_device_memory(device))
     matches = _match_name(_normalize_name(text))
     # A name such as "a100" may stand for several sizes of memory: it is never guessed.
     if len(matches) == 1:
-        return _known(matches[0])
+        return _build_known_target(matches[0])
     if matches:
         raise UnknownName(
             f"device {text!r} comes in {len(matches)} sizes",
@@ -99,21 +106,27 @@ def device_named(text: str) -> Target:
     raise _unknown_device_error(text)
 
 
-def _refuse_absent(text: str, kind: str, number: str) -> None:
+def _refuse_absent_device(text: str, kind: str, number: str) -> None:
     """Raise `UnknownName` for a device of torch that this machine does not have."""
-    there = 0 if kind not in (HERE, *present()) else 1 if kind in (HERE, "cpu") else torch.accelerator.device_count()
+    there = (
+        0
+        if kind not in (HERE, *list_device_types())
+        else 1
+        if kind in (HERE, "cpu")
+        else torch.accelerator.device_count()
+    )
     if there and (":" not in text or (number.isascii() and number.isdigit() and int(number) < there)):
         return
     raise UnknownName(
         f"this machine has no {text.strip()}",
-        allowed=f"{', '.join(present())}, {HERE}, or a device that is not here",
+        allowed=f"{', '.join(list_device_types())}, {HERE}, or a device that is not here",
         do="name one: --device a100-80gb, or its memory: --device 24GB",
     )
 
 
-def device_ids() -> list[str]:
+def list_device_ids() -> list[str]:
     """Return the short names of all devices in devices.json."""
-    return list(_devices_by_id())
+    return list(_read_devices_by_id())
 
 
 class _DeviceRow(TypedDict, total=False):
@@ -136,19 +149,19 @@ class _DeviceTable(TypedDict):
 
 
 @functools.cache
-def _data() -> _DeviceTable:
+def _read_device_table() -> _DeviceTable:
     read: _DeviceTable = json.loads(resources.files(__package__).joinpath("devices.json").read_text(encoding="utf-8"))
     return read
 
 
 @functools.cache
-def _devices_by_id() -> dict[str, _DeviceRow]:
-    return {row["id"]: row for row in _data()["devices"]}
+def _read_devices_by_id() -> dict[str, _DeviceRow]:
+    return {row["id"]: row for row in _read_device_table()["devices"]}
 
 
-def _known(name: str) -> Target:
-    row = _devices_by_id()[name]
-    return _target(
+def _build_known_target(name: str) -> Target:
+    row = _read_devices_by_id()[name]
+    return _build_target(
         name,
         Device(
             kind=row["kind"],
@@ -162,16 +175,18 @@ def _known(name: str) -> Target:
     )
 
 
-def _target(name: str, device: Device, memory: int) -> Target:
-    reserved = _data()["reserved_gib"]
-    return Target(name, device, memory, int(reserved.get(device.kind, reserved["other"]) * GIB), _data()["margin"])
+def _build_target(name: str, device: Device, memory: int) -> Target:
+    reserved = _read_device_table()["reserved_gib"]
+    return Target(
+        name, device, memory, int(reserved.get(device.kind, reserved["other"]) * GIB), _read_device_table()["margin"]
+    )
 
 
-def _device_of_size(amount: float, unit: str) -> Target:
+def _build_target_of_size(amount: float, unit: str) -> Target:
     """Return a device of this size. GB is read as GiB, because GPU vendors write GB for nearly that."""
     memory = int(amount * (GIB if unit.startswith("g") else GIB >> 10))
     name = f"{amount:g}{'GB' if unit.startswith('g') else 'MB'}"
-    target = _target(name, Device(kind="other", name=f"a GPU with {name}"), memory)
+    target = _build_target(name, Device(kind="other", name=f"a GPU with {name}"), memory)
     if not target.usable:
         raise WrongUse(
             f"a device with {name}",
@@ -181,14 +196,14 @@ def _device_of_size(amount: float, unit: str) -> Target:
     return target
 
 
-def _memory_of(device: Device) -> int:
+def _read_device_memory(device: Device) -> int:
     kind = torch.device(device.place).type
     if kind in ("cuda", "xpu"):
         return int(getattr(torch, kind).get_device_properties(torch.device(device.place)).total_memory)
     if kind == "mps":
         # Memory is shared with the CPU there; Metal recommends a limit for the GPU.
         return int(torch.mps.recommended_max_memory())
-    return total_memory()
+    return read_total_memory()
 
 
 def _normalize_name(text: str) -> str:
@@ -199,26 +214,26 @@ def _normalize_name(text: str) -> str:
 
 def _match_name(plain: str) -> list[str]:
     """Return the device with this name, also with its memory appended; else those that differ only in memory."""
-    for name, row in _devices_by_id().items():
+    for name, row in _read_devices_by_id().items():
         if plain in (_normalize_name(name), _normalize_name(row["name"]), f"{_normalize_name(name)}{row['gib']}gb"):
             return [name]
-    return [name for name in _devices_by_id() if plain and _normalize_name(re.sub(r"-\d+gb$", "", name)) == plain]
+    return [name for name in _read_devices_by_id() if plain and _normalize_name(re.sub(r"-\d+gb$", "", name)) == plain]
 
 
 def _unknown_device_error(text: str) -> UnknownName:
-    plain = {_normalize_name(name): name for name in _devices_by_id()}
+    plain = {_normalize_name(name): name for name in _read_devices_by_id()}
     near = [plain[found] for found in difflib.get_close_matches(_normalize_name(text), plain, n=1, cutoff=0.6)]
     # Another number is another card: a suggestion is made only if the typed number is a prefix of its number.
-    meant = bool(near) and _number_of(near[0]).startswith(_number_of(text))
+    meant = bool(near) and _extract_card_number(near[0]).startswith(_extract_card_number(text))
     size = "give its memory instead: --device 24GB"
     return UnknownName(
         f"device {text!r} is not known",
-        allowed=f"{', '.join(_devices_by_id())}, a size such as 24GB, {', '.join(present())}, {HERE}",
+        allowed=f"{', '.join(_read_devices_by_id())}, a size such as 24GB, {', '.join(list_device_types())}, {HERE}",
         do=f"did you mean {near[0]!r}?" if meant else f"{size} ({near[0]} is another card)" if near else size,
     )
 
 
-def _number_of(name: str) -> str:
+def _extract_card_number(name: str) -> str:
     """Return the digits of a card's name, without those of its memory."""
     return re.sub(r"\D", "", re.sub(r"[\s_-]\d+\s*gb?$", "", name.strip().lower()))
 
@@ -227,7 +242,7 @@ _UNKNOWN_NARROW = "bf16"
 """What stands in for `auto` on a device given as a size, whose formats are unknown."""
 
 
-def own_choice(target: Target, asked: str = AUTO) -> str:
+def choose_target_precision(target: Target, asked: str = AUTO) -> str:
     """Return the precision that `auto` or `amp` would choose on the device."""
     if target.device.kind == "other":
         return _UNKNOWN_NARROW

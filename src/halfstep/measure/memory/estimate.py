@@ -20,31 +20,31 @@ from torch.nn import functional
 from halfstep import numbers
 from halfstep.errors import HalfstepError, PrecisionRefused, WrongUse
 from halfstep.formats import FP32, is_narrow
-from halfstep.measure.batches import bytes_of, size_of, taken_as_samples, tensors
+from halfstep.measure.batches import count_samples, describe_sample_tensors, list_tensors, sum_storage_bytes
 from halfstep.measure.case import SEED, Case, LossFunction, MakeOptimizer, resolve_precision
-from halfstep.measure.memory.devices import Target, device_named, own_choice
+from halfstep.measure.memory.devices import Target, choose_target_precision, device_named
 from halfstep.measure.memory.fake_tensors import (
     FakeCandidate,
     MakeCase,
-    asked_at,
-    built,
-    compiles_update,
-    fake_mode,
+    build_case_factory,
+    build_fake_case,
+    build_wrong_use,
+    create_fake_mode,
+    find_calling_line,
     format_fake,
-    made_once,
-    numbers_refused,
-    walked,
-    without_torch_log,
-    wrong_use_of,
+    has_compiled_update,
+    refuse_number_reads,
+    replace_torch_backward,
+    silence_torch_log,
 )
-from halfstep.measure.memory.ledger import PARTS, WORKING, Ledger, Note
-from halfstep.measure.memory.recurrent import lstm_by_onednn
-from halfstep.measure.memory.timeline import UPDATE, MemoryBlock, Moment, Timeline, not_covered
+from halfstep.measure.memory.ledger import PARTS, WORKING, Ledger, LedgerNote
+from halfstep.measure.memory.recurrent import emulate_onednn_lstm
+from halfstep.measure.memory.timeline import UPDATE, MemoryBlock, Moment, Timeline, describe_unverified_operations
 from halfstep.measure.memory.values import ValueTracker
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.subject import Measurable, Settings, subject_of
-from halfstep.observe.recorder import eagerly
-from halfstep.precision.hardware import ability, describe
+from halfstep.measure.subject import Measurable, Settings, resolve_subject
+from halfstep.observe.recorder import run_eagerly
+from halfstep.precision.hardware import describe_device, find_format_support
 from halfstep.precision.names import AUTO
 from halfstep.precision.precision import Precision
 
@@ -56,7 +56,7 @@ _WORTH_NAMING = 0.01
 COMPILED = "estimated as it runs without compilation; compiled code keeps other tensors, mostly fewer"
 
 
-def notes_of(
+def build_ledger_notes(
     setting: StepSetting,
     precision: Precision,
     device: torch.device,
@@ -64,31 +64,33 @@ def notes_of(
     wide: Mapping[str, int],
     gradients: str = "",
     compiled_update: bool = False,
-) -> tuple[Note, ...]:
+) -> tuple[LedgerNote, ...]:
     """Return the remarks; `wide` is the fp32 memory at the peak, by part, `gradients` the format of those of bf16."""
     peak = sum(at_peak.values())
-    notes: list[Note] = []
+    notes: list[LedgerNote] = []
     if precision.casts and peak:
         largest = sorted(wide.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{part} {numbers.size(size)}" for part, size in largest if size > _WORTH_NAMING * peak)
+        named = ", ".join(
+            f"{part} {numbers.format_bytes(size)}" for part, size in largest if size > _WORTH_NAMING * peak
+        )
         share = sum(wide.values()) / peak
-        notes.append(Note(f"{share:.0%} of the peak is still fp32 with {precision.name}: {named or 'little'}"))
+        notes.append(LedgerNote(f"{share:.0%} of the peak is still fp32 with {precision.name}: {named or 'little'}"))
     if device.type == "cpu":
-        found = ability(describe(device), precision.needs)
+        found = find_format_support(describe_device(device), precision.needs)
         if not found.native:
-            notes.append(Note(f"{precision.name} is not native here: {found.reason}", only_here=True))
+            notes.append(LedgerNote(f"{precision.name} is not native here: {found.reason}", only_here=True))
         if precision.scaled:
             inside = "the workspace of convolutions in this precision on a CPU is not counted"
-            notes.append(Note(inside, only_here=True))
+            notes.append(LedgerNote(inside, only_here=True))
     if setting.weight_format != FP32.name and gradients:
         why = "they are accumulated over micro-batches" if setting.microbatches > 1 else "nothing is accumulated"
-        notes.append(Note(f"weights as {setting.weight_format}, their gradients in {gradients}: {why}"))
+        notes.append(LedgerNote(f"weights as {setting.weight_format}, their gradients in {gradients}: {why}"))
     if compiled_update:
-        notes.append(Note("the workspace of torchao's compiled update is not counted", only_here=True))
+        notes.append(LedgerNote("the workspace of torchao's compiled update is not counted", only_here=True))
     if setting.compile:
-        notes.append(Note(COMPILED))
+        notes.append(LedgerNote(COMPILED))
     if at_peak["buffers"] > _WORTH_NAMING * peak:
-        notes.append(Note("buffers count twice: a step keeps a copy of them, to roll back an update"))
+        notes.append(LedgerNote("buffers count twice: a step keeps a copy of them, to roll back an update"))
     return tuple(notes)
 
 
@@ -97,7 +99,7 @@ def notes_of(
 
 
 @dataclass(frozen=True)
-class Reading:
+class TimelineSummary:
     """Bytes of a section of a timeline, by part."""
 
     at_peak: dict[str, int]
@@ -111,20 +113,20 @@ class Reading:
     """The peak of the update without them."""
 
 
-def read(timeline: Timeline, since: int) -> Reading:
+def summarize_timeline(timeline: Timeline, since: int) -> TimelineSummary:
     """Read from the operation after `since` to the last; blocks that exist throughout count throughout."""
     last = timeline.now
     blocks = [block for block in timeline.blocks if block.died > since and block.born <= min(block.died, last)]
-    by_part = {part: _levels([b for b in blocks if b.part == part], since, last) for part in PARTS}
+    by_part = {part: _compute_byte_levels([b for b in blocks if b.part == part], since, last) for part in PARTS}
     together = [sum(levels) for levels in zip(*by_part.values(), strict=True)]
     peak = max(range(len(together)), key=together.__getitem__)
     number = since + 1 + peak
     wide = [b for b in blocks if b.born <= number <= b.died and b.format == FP32.name]
     beside = [sum(levels) for levels in zip(*(by_part[part] for part in WORKING), strict=True)]
     in_update = [moment.phase == UPDATE for moment in timeline.moments[since + 1 : last + 1]]
-    return Reading(
+    return TimelineSummary(
         at_peak={part: levels[peak] for part, levels in by_part.items()},
-        wide=_add_block(wide, lambda block: block.part),
+        wide=_sum_block_bytes(wide, lambda block: block.part),
         whole={part: max(levels) for part, levels in by_part.items()},
         moment=timeline.moments[number],
         working=max((size for size, late in zip(beside, in_update, strict=True) if not late), default=0),
@@ -132,24 +134,24 @@ def read(timeline: Timeline, since: int) -> Reading:
     )
 
 
-def by_format(blocks: Iterable[MemoryBlock]) -> dict[str, int]:
+def sum_bytes_by_format(blocks: Iterable[MemoryBlock]) -> dict[str, int]:
     """Return the bytes of the blocks by format, largest first."""
-    return _add_block(blocks, lambda block: block.format)
+    return _sum_block_bytes(blocks, lambda block: block.format)
 
 
-def by_module(blocks: Iterable[MemoryBlock]) -> dict[str, int]:
+def sum_bytes_by_module(blocks: Iterable[MemoryBlock]) -> dict[str, int]:
     """Return the bytes of the blocks by module, largest first."""
-    return _add_block(blocks, lambda block: block.module)
+    return _sum_block_bytes(blocks, lambda block: block.module)
 
 
-def _add_block(blocks: Iterable[MemoryBlock], key: Callable[[MemoryBlock], str]) -> dict[str, int]:
+def _sum_block_bytes(blocks: Iterable[MemoryBlock], key: Callable[[MemoryBlock], str]) -> dict[str, int]:
     sums: Counter[str] = Counter()
     for block in blocks:
         sums[key(block)] += block.bytes
     return dict(sums.most_common())
 
 
-def _levels(blocks: Sequence[MemoryBlock], since: int, last: int) -> list[int]:
+def _compute_byte_levels(blocks: Sequence[MemoryBlock], since: int, last: int) -> list[int]:
     """Return the bytes during each operation after `since`."""
     changes = [0] * (last - since + 1)
     for block in blocks:
@@ -210,14 +212,16 @@ def estimate(
         given = f"batch_size={batch_size}, microbatches={microbatches}"
         raise WrongUse(given, allowed="1 or more of each", do="omit them to use the batch unchanged")
     try:
-        measured = subject_of(subject, loss_fn, batch, settings)
-        make_case, case = (measured.open, measured) if isinstance(measured, Case) else made_once(measured.describe)
+        measured = resolve_subject(subject, loss_fn, batch, settings)
+        make_case, case = (
+            (measured.open, measured) if isinstance(measured, Case) else build_case_factory(measured.describe)
+        )
     except HalfstepError:
         raise
     except Exception as error:
-        raise wrong_use_of(error, (), "run it by itself, without halfstep, until it returns a case") from error
+        raise build_wrong_use(error, (), "run it by itself, without halfstep, until it returns a case") from error
     if optimizer is not None:
-        make_case = _add_optimizer(make_case, optimizer)
+        make_case = _replace_case_optimizer(make_case, optimizer)
     own = case.setting if case.is_recipe else StepSetting(precision=_DEFAULT)
     setting = replace(
         own,
@@ -230,21 +234,27 @@ def estimate(
     )
     target = device_named(device or "cpu")
     if setting.precision == AUTO:
-        setting = replace(setting, precision=own_choice(target))
+        setting = replace(setting, precision=choose_target_precision(target))
 
     def ledger(setting: StepSetting) -> Ledger:
-        return ledger_of(make_case, setting) if device is None else ledger_on(make_case, setting, target)
+        return (
+            estimate_ledger(make_case, setting)
+            if device is None
+            else estimate_device_ledger(make_case, setting, target)
+        )
 
     try:
         return ledger(setting)
     except HalfstepError:
         raise
     except Exception as error:
-        samples = taken_as_samples(case.batch) if setting.batch not in (None, size_of(case.batch)) else ()
-        raise wrong_use_of(error, samples, _advice(setting, optimizer is not None, ledger)) from error
+        samples = describe_sample_tensors(case.batch) if setting.batch not in (None, count_samples(case.batch)) else ()
+        raise build_wrong_use(
+            error, samples, _suggest_working_setting(setting, optimizer is not None, ledger)
+        ) from error
 
 
-def _advice(setting: StepSetting, has_optimizer: bool, ledger: Callable[[StepSetting], Ledger]) -> str:
+def _suggest_working_setting(setting: StepSetting, has_optimizer: bool, ledger: Callable[[StepSetting], Ledger]) -> str:
     """Return what to type in Python where a setting does not run: a change with which it does, or how to find out."""
     plain = replace(setting, batch=None, recompute=False, channels_last=False)
     tried = {
@@ -267,21 +277,21 @@ _DEFAULT = "bf16"
 """The precision of a model that no recipe names one for."""
 
 
-def _add_optimizer(make_case: MakeCase, optimizer: MakeOptimizer | torch.optim.Optimizer) -> MakeCase:
+def _replace_case_optimizer(make_case: MakeCase, optimizer: MakeOptimizer | torch.optim.Optimizer) -> MakeCase:
     def make() -> Case:
         case = make_case()
-        return replace(case, optimizer=_like(optimizer, case.model))
+        return replace(case, optimizer=_build_optimizer_factory(optimizer, case.model))
 
     return make
 
 
-def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch.device | str = "cpu") -> Ledger:
+def estimate_ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.device | str = "cpu") -> Ledger:
     """Return the ledger of the second of two updates on fake tensors, when the optimizer has its state."""
     not_true: frozenset[str] = frozenset()
     while True:
         tracker = ValueTracker(not_true)
         try:
-            return _ledger(make_case, setting, torch.device(device), tracker)
+            return _estimate_ledger_once(make_case, setting, torch.device(device), tracker)
         except HalfstepError:
             raise
         except Exception:
@@ -291,44 +301,48 @@ def ledger_of(make_case: Callable[[], Case], setting: StepSetting, device: torch
             not_true |= {tracker.last_condition}
 
 
-def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.device, tracker: ValueTracker) -> Ledger:
-    mode = fake_mode()
+def _estimate_ledger_once(
+    make_case: Callable[[], Case], setting: StepSetting, device: torch.device, tracker: ValueTracker
+) -> Ledger:
+    mode = create_fake_mode()
     precision = resolve_precision(setting.precision, device)
-    with _treat_fakes_as_real(), torch.random.fork_rng(devices=[]), eagerly(), without_torch_log():
+    with _treat_fakes_as_real(), torch.random.fork_rng(devices=[]), run_eagerly(), silence_torch_log():
         torch.manual_seed(SEED)
-        case = built(make_case, mode, tracker)
-        with mode, tracker, numbers_refused():
+        case = build_fake_case(make_case, mode, tracker)
+        with mode, tracker, refuse_number_reads():
             candidate = FakeCandidate(case, setting, precision, device, tracker)
             with candidate.recorder():
                 candidate.step()
                 since = candidate.timeline.now
                 candidate.step()
-            beside = _memory_outside_update(candidate, case)
+            beside = _sum_memory_outside_update(candidate, case)
     for path, module in case.model.named_modules():
         if isinstance(module, nn.LSTM):  # described by formulas that are up to 3 % off in bf16
             candidate.timeline.not_covered.setdefault("lstm", path)
-    reading = read(candidate.timeline, since)
+    reading = summarize_timeline(candidate.timeline, since)
     at_peak = _add_sizes(reading.at_peak, beside)
     gradients = candidate.weights.gradient_format if candidate.weights else ""
-    compiled = compiles_update(candidate.optimizer, device)
-    remarks = notes_of(setting, precision, device, at_peak, _add_sizes(reading.wide, beside), gradients, compiled)
+    compiled = has_compiled_update(candidate.optimizer, device)
+    remarks = build_ledger_notes(
+        setting, precision, device, at_peak, _add_sizes(reading.wide, beside), gradients, compiled
+    )
     assumptions = (*case.assumptions, *tracker.assumptions)
-    remarks += tuple(Note(str(assumption)) for assumption in assumptions)
+    remarks += tuple(LedgerNote(str(assumption)) for assumption in assumptions)
     if case.compiled and not setting.compile:
-        remarks += (Note(COMPILED),)
+        remarks += (LedgerNote(COMPILED),)
     # Other layouts, recomputing and compiled code were not compared with real runs.
     plain = setting == StepSetting(precision.name, batch=setting.batch) and not (case.compiled or compiled)
     could_be = device.type == "cpu" and plain and precision.name in _VERIFIED and not assumptions
     if candidate.timeline.not_covered and could_be:
-        remarks = (*remarks, Note(not_covered(candidate.timeline.not_covered), only_here=True))
+        remarks = (*remarks, LedgerNote(describe_unverified_operations(candidate.timeline.not_covered), only_here=True))
     return Ledger(
         setting=setting,
         device=str(device),
-        samples=size_of(candidate.batch),
+        samples=count_samples(candidate.batch),
         at_peak=at_peak,
         whole=_add_sizes(reading.whole, beside),
-        by_format=by_format(candidate.timeline.saved_for_backward),
-        by_module=by_module(candidate.timeline.saved_for_backward),
+        by_format=sum_bytes_by_format(candidate.timeline.saved_for_backward),
+        by_module=sum_bytes_by_module(candidate.timeline.saved_for_backward),
         moment=str(reading.moment),
         working=reading.working,
         updating=reading.updating,
@@ -341,32 +355,36 @@ def _ledger(make_case: Callable[[], Case], setting: StepSetting, device: torch.d
 @contextmanager
 def _treat_fakes_as_real() -> Iterator[None]:
     """Make torch and transformers treat fake tensors as real ones."""
-    with transformers_untraced(), lstm_by_onednn(), replaced(FakeTensor, "__format__", format_fake):
+    with (
+        disable_transformers_tracing(),
+        emulate_onednn_lstm(),
+        replace_attribute(FakeTensor, "__format__", format_fake),
+    ):
         yield
 
 
 @contextmanager
-def transformers_untraced() -> Iterator[None]:
+def disable_transformers_tracing() -> Iterator[None]:
     """Make transformers treat fake tensors as it treats real ones; it takes them for tracing and builds masks."""
     library = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(library, "is_fake_tensor"):
         yield
         return
-    with replaced(library, "is_fake_tensor", lambda _: False):
+    with replace_attribute(library, "is_fake_tensor", lambda _: False):
         yield
 
 
-def _memory_outside_update(candidate: FakeCandidate, case: Case) -> dict[str, int]:
+def _sum_memory_outside_update(candidate: FakeCandidate, case: Case) -> dict[str, int]:
     """Return the run's memory outside of the update: an average, copies of buffers for rollback, other batches."""
     model = candidate.model
     average = [*model.parameters(), *model.buffers()] if case.average else []
     # An average is in fp32 where the weights are in bf16.
     wider = sum(2 * p.numel() for p in candidate.weights.parameters) if case.average and candidate.weights else 0
     return {
-        "average": bytes_of(average) + wider,
-        "buffers": bytes_of(model.buffers()),
+        "average": sum_storage_bytes(average) + wider,
+        "buffers": sum_storage_bytes(model.buffers()),
         # The timeline has one batch; the window holds all of them until the update.
-        "batch": bytes_of(tensors(candidate.batch)) * (candidate.microbatches - 1),
+        "batch": sum_storage_bytes(list_tensors(candidate.batch)) * (candidate.microbatches - 1),
     }
 
 
@@ -374,7 +392,7 @@ def _add_sizes(sizes: Mapping[str, int], beside: Mapping[str, int]) -> dict[str,
     return {part: sizes.get(part, 0) + beside.get(part, 0) for part in (*sizes, *(set(beside) - set(sizes)))}
 
 
-def _like(optimizer: MakeOptimizer | torch.optim.Optimizer, model: nn.Module) -> MakeOptimizer:
+def _build_optimizer_factory(optimizer: MakeOptimizer | torch.optim.Optimizer, model: nn.Module) -> MakeOptimizer:
     """Return a factory for an optimizer like this one, with its groups and options and without its state."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -415,18 +433,18 @@ NOT_FOLLOWED = (
 OTHER_RULES = "by the CPU's rules, not by this device's; not verified on this device"
 
 
-def ledger_on(make_case: Callable[[], Case], setting: StepSetting, target: Target) -> Ledger:
+def estimate_device_ledger(make_case: Callable[[], Case], setting: StepSetting, target: Target) -> Ledger:
     """Return the ledger of a setting on a device that need not be present.
 
     Devices without CUDA's rules, and models that cannot be followed without a GPU, are estimated by the CPU's rules,
     and a note says so. Raises `PrecisionRefused` where CUDA's autocast refuses an operation.
     """
     if target.device.kind == "cpu":
-        return ledger_of(make_case, setting)
+        return estimate_ledger(make_case, setting)
     if target.rules != "cuda":
         return _estimate_by_cpu_rules(make_case, setting, target, OTHER_RULES)
     try:
-        return _add_note(ledger_by_cuda(make_case, setting), target, FOLLOWED)
+        return _add_device_note(estimate_cuda_ledger(make_case, setting), target, FOLLOWED)
     except HalfstepError:
         raise
     except Exception as error:
@@ -437,54 +455,54 @@ def ledger_on(make_case: Callable[[], Case], setting: StepSetting, target: Targe
 
 
 def _estimate_by_cpu_rules(make_case: Callable[[], Case], setting: StepSetting, target: Target, note: str) -> Ledger:
-    return replace(_add_note(ledger_of(make_case, setting), target, note), by_cpu_rules=True)
+    return replace(_add_device_note(estimate_ledger(make_case, setting), target, note), by_cpu_rules=True)
 
 
-def _add_note(ledger: Ledger, target: Target, note: str) -> Ledger:
+def _add_device_note(ledger: Ledger, target: Target, note: str) -> Ledger:
     remarks = [remark for remark in ledger.remarks if not remark.only_here]
-    return replace(ledger, device=target.id, verified=False, remarks=(*remarks, Note(note)))
+    return replace(ledger, device=target.id, verified=False, remarks=(*remarks, LedgerNote(note)))
 
 
-def ledger_by_cuda(make_case: Callable[[], Case], setting: StepSetting) -> Ledger:
+def estimate_cuda_ledger(make_case: Callable[[], Case], setting: StepSetting) -> Ledger:
     """Return the ledger of the second of two updates on fake tensors of a GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tensors without storage and about the missing driver
-        with gpu_pretended(), walked():
+        with mock_gpu(), replace_torch_backward():
             try:
-                return ledger_of(lambda: without_values(make_case()), setting, "cuda")
+                return estimate_ledger(lambda: clear_fake_constants(make_case()), setting, "cuda")
             except RuntimeError as error:
                 if _REFUSED in str(error):
-                    raise _refusal(error, setting.precision) from None
+                    raise _build_autocast_refusal(error, setting.precision) from None
                 raise
             finally:
                 # Cached casts are fake tensors, which must not be reused outside this mode.
                 torch.clear_autocast_cache()
 
 
-def without_values(case: Case) -> Case:
+def clear_fake_constants(case: Case) -> Case:
     """Clear the constants of fake tensors: torch would move such a tensor to the GPU for real."""
-    for tensor in (*case.model.buffers(), *tensors(case.batch)):
+    for tensor in (*case.model.buffers(), *list_tensors(case.batch)):
         if isinstance(tensor, FakeTensor):
             tensor.constant = None
     return case
 
 
 @contextmanager
-def gpu_pretended() -> Iterator[None]:
+def mock_gpu() -> Iterator[None]:
     """Make torch behave as with a GPU: autocast stays enabled, and attention uses its fused kernel."""
     with (
         # torch.autocast turns itself off if the first is true, and rejects bf16 if the second is false.
-        replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        replaced(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+        replace_attribute(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        replace_attribute(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
         # Libraries choose kernels by it, such as grouped products.
-        replaced(torch.cuda, "get_device_capability", lambda device=None: (8, 0)),
-        replaced(functional, "scaled_dot_product_attention", _attention),
+        replace_attribute(torch.cuda, "get_device_capability", lambda device=None: (8, 0)),
+        replace_attribute(functional, "scaled_dot_product_attention", _run_fused_attention),
     ):
         yield
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Put `value` in the place of an attribute inside the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -497,7 +515,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 _attention_of_torch = functional.scaled_dot_product_attention
 
 
-def _attention(
+def _run_fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -541,10 +559,10 @@ def _attention(
     return out
 
 
-def _refusal(error: RuntimeError, precision: str) -> PrecisionRefused:
+def _build_autocast_refusal(error: RuntimeError, precision: str) -> PrecisionRefused:
     what = str(error).split(" and ")[0].removeprefix("torch.nn.functional.")
     return PrecisionRefused(
-        f"CUDA's autocast refuses {what} in {precision}, called at {asked_at(error)}",
+        f"CUDA's autocast refuses {what} in {precision}, called at {find_calling_line(error)}",
         allowed="binary_cross_entropy_with_logits, or the same loss in fp32",
         do="leave the sigmoid out and use nn.BCEWithLogitsLoss(), or wrap the loss: halfstep.island(nn.BCELoss())",
     )

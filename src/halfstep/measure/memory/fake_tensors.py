@@ -18,24 +18,24 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.errors import WrongUse, in_one_line
+from halfstep.errors import WrongUse, format_error_line
 from halfstep.formats import FP32
-from halfstep.measure.batches import mapped, resized, size_of, tensors
-from halfstep.measure.batches import placed as placed_batch
+from halfstep.measure.batches import count_samples, list_tensors, map_tensors, resize_batch
+from halfstep.measure.batches import move_batch as placed_batch
 from halfstep.measure.case import Case
-from halfstep.measure.memory.quantized import QuantizedTwin, quantized_layers
+from halfstep.measure.memory.quantized import FakeQuantizedLayer, iterate_quantized_layers
 from halfstep.measure.memory.timeline import BACKWARD, FORWARD, UPDATE, Timeline
-from halfstep.measure.memory.values import NEEDS_NUMBERS, ValueTracker, with_numbers, with_same_numbers
+from halfstep.measure.memory.values import NEEDS_NUMBERS, ValueTracker, attach_real_numbers, attach_same_numbers
 from halfstep.measure.setting import StepSetting
-from halfstep.observe.recorder import Recorder, uses_compiled
-from halfstep.precision.island import settle
+from halfstep.observe.recorder import Recorder, has_compiled_code
+from halfstep.precision.island import mark_inner_islands
 from halfstep.precision.precision import Precision, widen
-from halfstep.step.loss import ONLY, Counted, loss_and_aux
+from halfstep.step.loss import ONLY, Counted, split_loss_and_aux
 from halfstep.step.optimizer_slot import OptimizerSlot
-from halfstep.step.weight_format import NarrowWeights, takes_bf16
+from halfstep.step.weight_format import NarrowWeights, can_take_bf16_weights
 from halfstep.train.activation_checkpointing import checkpoint_activations
-from halfstep.train.small_optimizers import WithWideGroups
-from halfstep.user_code import HALFSTEP, MEASURING, NO_FILE, TORCH, lines_outside, place_and_text
+from halfstep.train.small_optimizers import WideGroupsMixin
+from halfstep.user_code import HALFSTEP, MEASURING, NO_FILE, TORCH, format_line_with_text, list_lines_outside
 
 # -- backward ---------------------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ Gradients = list[Tensor | None]
 
 
 @dataclass
-class Walk:
+class BackwardWalk:
     """A backward in progress."""
 
     waiting: dict[Any, Gradients] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Walk:
         """Compute the gradients of all leaves. The loss drops its graph, which is freed as it is walked."""
         first = torch.ones_like(loss)  # alive throughout, as under the engine
         self.waiting = {loss.grad_fn: [first]}
-        self.expected = _edges_to_leaves(loss.grad_fn)
+        self.expected = _count_leaf_edges(loss.grad_fn)
         self.number += 1
         loss.detach_()
         try:
@@ -73,7 +73,7 @@ class Walk:
     def _call(self, node: Any) -> None:
         gradients = self.waiting.pop(node)
         if hasattr(node, "variable"):
-            _accumulate(node.variable, gradients[0], self._is_shared(gradients[0]))
+            _accumulate_gradient(node.variable, gradients[0], self._is_shared(gradients[0]))
             return
         # A node takes one argument for each of its outputs, including those that nothing was computed from.
         gradients += [None] * (len(node._input_metadata) - len(gradients))
@@ -120,7 +120,7 @@ class Walk:
         return sum(bool(other.untyped_storage()._cdata == key) for other in same) >= times
 
 
-def _edges_to_leaves(root: Any) -> Counter[int]:
+def _count_leaf_edges(root: Any) -> Counter[int]:
     """Count the edges to each leaf, by id: a reference to a node would keep its saved tensors alive."""
     found: Counter[int] = Counter()
     seen, left = {root}, [root]
@@ -134,7 +134,7 @@ def _edges_to_leaves(root: Any) -> Counter[int]:
     return found
 
 
-def _accumulate(leaf: Tensor, gradient: Tensor | None, shared: bool) -> None:
+def _accumulate_gradient(leaf: Tensor, gradient: Tensor | None, shared: bool) -> None:
     if gradient is None:
         return
     wanted: torch.dtype = getattr(leaf, "grad_dtype", None) or leaf.dtype
@@ -150,9 +150,9 @@ def _accumulate(leaf: Tensor, gradient: Tensor | None, shared: bool) -> None:
 
 
 @contextmanager
-def walked() -> Iterator[None]:
+def replace_torch_backward() -> Iterator[None]:
     """Replace `loss.backward()` by the walk, and report the node that is running."""
-    walk = Walk()
+    walk = BackwardWalk()
     torch_backward, torch_node = Tensor.backward, torch._C._current_autograd_node
     torch_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
     Tensor.backward = lambda loss: walk.run(loss)  # type: ignore[method-assign, assignment, misc]
@@ -175,29 +175,29 @@ _INSTALLED = "site-packages"
 _LONGEST = 200
 
 
-def raised_at(error: BaseException) -> str | None:
+def find_raising_line(error: BaseException) -> str | None:
     """Return the innermost line of the user's code as file:line: text; else one of an installed package."""
-    lines = lines_outside(error, HALFSTEP, TORCH, NO_FILE)
+    lines = list_lines_outside(error, HALFSTEP, TORCH, NO_FILE)
     own = [line for line in lines if _INSTALLED not in line.filename] or lines
-    return place_and_text(own[-1]) if own else None
+    return format_line_with_text(own[-1]) if own else None
 
 
-def error_and_line(error: BaseException) -> str:
+def describe_error_with_line(error: BaseException) -> str:
     """Return an error in one line, after the line of code that raised it."""
-    place, what = raised_at(error), in_one_line(error)[:_LONGEST]
+    place, what = find_raising_line(error), format_error_line(error)[:_LONGEST]
     return f"{place} raised {what}" if place else what
 
 
-def as_wrong_use(error: Exception, samples: Sequence[str], do: str) -> WrongUse | None:
+def convert_user_error(error: Exception, samples: Sequence[str], do: str) -> WrongUse | None:
     """Return the error as `WrongUse`; None if no line of it is the user's, so that it is halfstep's own."""
-    return wrong_use_of(error, samples, do) if raised_at(error) is not None else None
+    return build_wrong_use(error, samples, do) if find_raising_line(error) is not None else None
 
 
-def wrong_use_of(error: Exception, samples: Sequence[str], do: str) -> WrongUse:
+def build_wrong_use(error: Exception, samples: Sequence[str], do: str) -> WrongUse:
     """Return any error of a model, a loss or torch in them as `WrongUse`."""
     taken = f"; {', '.join(samples)} were taken as samples" if samples else ""
     return WrongUse(
-        f"{error_and_line(error)}{taken}",
+        f"{describe_error_with_line(error)}{taken}",
         allowed="a model, a loss and a batch that run together",
         do=do or "run the loss once by itself: loss_fn(model, batch)",
     )
@@ -217,32 +217,32 @@ _KINDS = {
 
 
 @contextmanager
-def numbers_refused(why: str = "memory is estimated without computing any") -> Iterator[None]:
+def refuse_number_reads(why: str = "memory is estimated without computing any") -> Iterator[None]:
     """Run the user's code on fake tensors; raise `WrongUse` with the line that needs a value."""
     try:
         yield
     except NEEDS_NUMBERS as error:
-        raise _refusal(error, str(error.func), why) from error
+        raise _build_number_refusal(error, str(error.func), why) from error
     except RuntimeError as error:
         if _NUMPY not in str(error):
             raise
-        raise _refusal(error, "numpy", why) from error
+        raise _build_number_refusal(error, "numpy", why) from error
 
 
-def _refusal(error: BaseException, function: str, why: str) -> WrongUse:
+def _build_number_refusal(error: BaseException, function: str, why: str) -> WrongUse:
     name = function.removeprefix("aten.").partition(".")[0]
     what = _KINDS.get(name, f"asks for numbers ({name})")
     return WrongUse(
-        f"{asked_at(error)} {what} but {why}",
+        f"{find_calling_line(error)} {what} but {why}",
         allowed="code whose sizes and branches do not depend on the numbers in tensors",
         do="use torch.where, or multiply by the mask; read a tensor after the step; or remove that line",
     )
 
 
-def asked_at(error: BaseException) -> str:
+def find_calling_line(error: BaseException) -> str:
     """Return the innermost line of the user's own code as file:line: text."""
-    lines = lines_outside(error, *MEASURING)
-    return place_and_text(lines[-1]) if lines else "code outside any file"
+    lines = list_lines_outside(error, *MEASURING)
+    return format_line_with_text(lines[-1]) if lines else "code outside any file"
 
 
 # -- building ---------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ _COPIED = "Accessing the data pointer of FakeTensor"
 """torch's warning when a module on fake tensors is deep-copied, as nn.TransformerEncoder does with its layer."""
 
 
-def fake_mode() -> FakeTensorMode:
+def create_fake_mode() -> FakeTensorMode:
     """Return a mode in which real tensors of the user's loss become fake when they are used."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -260,30 +260,30 @@ def fake_mode() -> FakeTensorMode:
 MakeCase = Callable[[], Case]
 
 
-def built(make: MakeCase, mode: FakeTensorMode, tracker: ValueTracker | None = None) -> Case:
+def build_fake_case(make: MakeCase, mode: FakeTensorMode, tracker: ValueTracker | None = None) -> Case:
     """Return the case on fake tensors, with the numbers that `tracker` can follow.
 
     A model that can be built on them costs no memory, however large; others are built for real and converted.
     """
     try:
-        with mode, tracker or nullcontext(), warnings.catch_warnings(), without_torch_log():
+        with mode, tracker or nullcontext(), warnings.catch_warnings(), silence_torch_log():
             warnings.filterwarnings("ignore", _COPIED)
             case = make()
     except Exception:  # it needs a value while being built, or has an error, which is raised again now
         case = make()
-    return as_fake(case, mode)
+    return convert_case_to_fake(case, mode)
 
 
-def made_once(make_case: MakeCase) -> tuple[MakeCase, Case]:
+def build_case_factory(make_case: MakeCase) -> tuple[MakeCase, Case]:
     """Return a factory and a case on fake tensors.
 
     Building on fake tensors is fast, so the factory repeats it; a case that needs real values is built once and reused.
     """
     try:
-        mode = fake_mode()
+        mode = create_fake_mode()
         with mode:
             case = make_case()
-        return make_case, as_fake(case, mode)
+        return make_case, convert_case_to_fake(case, mode)
     except Exception:  # it needs a value while being built, or has an error, which is raised again now
         real = make_case()
         return lambda: real, real
@@ -296,7 +296,7 @@ def format_fake(tensor: Tensor, form: str) -> str:
 
 
 @contextmanager
-def without_torch_log() -> Iterator[None]:
+def silence_torch_log() -> Iterator[None]:
     """Silence torch's log of tracebacks for unsupported operations, such as loading weights from a file."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
@@ -307,33 +307,35 @@ def without_torch_log() -> Iterator[None]:
         log.setLevel(before)
 
 
-def as_fake(case: Case, mode: FakeTensorMode) -> Case:
+def convert_case_to_fake(case: Case, mode: FakeTensorMode) -> Case:
     """Return the same case on fake tensors; the user's model is neither changed nor copied."""
     # A deep copy loses what `model.compile()` has set.
-    compiled = case.compiled or uses_compiled(case.model, case.loss_fn)
+    compiled = case.compiled or has_compiled_code(case.model, case.loss_fn)
 
     def fake(tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else with_numbers(mode.from_tensor(tensor), tensor)
+        return tensor if isinstance(tensor, FakeTensor) else attach_real_numbers(mode.from_tensor(tensor), tensor)
 
-    return replace(case, model=_fake_model(case.model, mode), batch=mapped(case.batch, fake), compiled=compiled)
+    return replace(
+        case, model=_convert_model_to_fake(case.model, mode), batch=map_tensors(case.batch, fake), compiled=compiled
+    )
 
 
-def _fake_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    real = {id(tensor): tensor for tensor in _tensors_of(model) if not isinstance(tensor, FakeTensor)}
+def _convert_model_to_fake(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    real = {id(tensor): tensor for tensor in _iterate_model_tensors(model) if not isinstance(tensor, FakeTensor)}
     if not real:
         return model
     # deepcopy does not copy objects in its memo; one twin for each tensor keeps tied weights tied.
-    memo: dict[int, Any] = {id(layer): QuantizedTwin(layer, mode) for layer in quantized_layers(model)}
-    for layer in quantized_layers(model):
+    memo: dict[int, Any] = {id(layer): FakeQuantizedLayer(layer, mode) for layer in iterate_quantized_layers(model)}
+    for layer in iterate_quantized_layers(model):
         real.pop(id(layer.weight))
     for key, tensor in real.items():
-        memo[key] = twin = with_numbers(mode.from_tensor(tensor), tensor)
+        memo[key] = twin = attach_real_numbers(mode.from_tensor(tensor), tensor)
         # from_tensor also converts a gradient, but an update starts without one.
         twin.grad = None
     return copy.deepcopy(model, memo)
 
 
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+def _iterate_model_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield parameters, buffers, and tensors that modules have as plain attributes."""
     for module in model.modules():
         for value in (module._parameters, module._buffers, *vars(module).values()):
@@ -345,7 +347,7 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 # Move a fake model to a device and layout: `Module.to` swaps tensors, which fake tensors do not support.
 
 
-def placed(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
+def move_fake_model(model: nn.Module, device: torch.device, channels_last: bool) -> nn.Module:
     """Return the model itself, with its tensors replaced by ones on the device; tied ones stay tied."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
@@ -365,7 +367,7 @@ def _move_tensor(tensor: Tensor, device: torch.device, channels_last: bool) -> T
         there = plain  # A deep-copied fake has another storage than its views, and would count twice.
     else:
         layout = torch.channels_last if kernel else torch.preserve_format
-        there = with_same_numbers(torch.empty_like(tensor, device=device, memory_format=layout), tensor)
+        there = attach_same_numbers(torch.empty_like(tensor, device=device, memory_format=layout), tensor)
     return nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
 
 
@@ -391,31 +393,31 @@ class FakeCandidate:
         tracker: ValueTracker | None = None,
     ) -> None:
         self.precision, self.device, self.microbatches, self._tracker = precision, device, setting.microbatches, tracker
-        self.model = placed(case.model, device, setting.channels_last)
+        self.model = move_fake_model(case.model, device, setting.channels_last)
         if setting.recompute:
             checkpoint_activations(self.model)
         batch = placed_batch(case.batch, device, setting.channels_last)
-        self.batch = resized(batch, setting.batch or size_of(batch))
+        self.batch = resize_batch(batch, setting.batch or count_samples(batch))
         self.loss_fn = case.loss_fn
         precision.prepare(self.model, device)
-        settle(self.model)
+        mark_inner_islands(self.model)
         for parameter in self.model.parameters():
             parameter.grad = None
         self.optimizer = _resolve_foreach(case.optimizer(self.model), device)
         self.weights: NarrowWeights | None = None
-        if setting.weight_format != FP32.name and takes_bf16(precision):
+        if setting.weight_format != FP32.name and can_take_bf16_weights(precision):
             slot, sums = OptimizerSlot(ONLY, self.optimizer), setting.gradient_sums
-            self.weights = _WithoutNoise(self.model, [slot], setting.weight_format, sums=sums)
+            self.weights = _NoiselessNarrowWeights(self.model, [slot], setting.weight_format, sums=sums)
         self.timeline = Timeline()
         if self.weights is not None:
             self.timeline.hold(self.weights.state_dict()["low_bits"].values(), "weights")
         self.timeline.hold(self.model.parameters(), "weights")
         self.timeline.hold(self.model.buffers(), "buffers")
-        self.timeline.hold(tensors(self.batch), "batch")
+        self.timeline.hold(list_tensors(self.batch), "batch")
 
     def recorder(self) -> Recorder:
         """Return a recorder that adds the operations in its scope to the timeline."""
-        return _InsideSubclasses(self.model, self.timeline, compiles_update(self.optimizer, self.device))
+        return _SubclassRecorder(self.model, self.timeline, has_compiled_update(self.optimizer, self.device))
 
     def step(self) -> None:
         """Take one whole update."""
@@ -433,13 +435,13 @@ class FakeCandidate:
             self.timeline.hold((gradient for gradient in gradients if gradient is not None), "gradients")
         self.timeline.begin(UPDATE)
         # Only around the optimizer: in the user's code a value that is read must raise an error.
-        with AnyNumber(self._read_known_number), _disable_compilation(self.optimizer):
+        with OptimizerNumberMode(self._read_known_number), _disable_compilation(self.optimizer):
             if self.weights is None:
                 self.optimizer.step()
             else:
                 self.weights.step(self.optimizer, factor=1.0, limit=None)
         # After the step, because an optimizer creates its state in the first one.
-        self.timeline.hold(tensors(list(self.optimizer.state.values())), "optimizer")
+        self.timeline.hold(list_tensors(list(self.optimizer.state.values())), "optimizer")
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -454,13 +456,13 @@ class FakeCandidate:
         self.timeline.begin(FORWARD)
         with self.precision.autocast(self.device):
             loss = self.loss_fn(self.model, self.batch)
-        loss = ready(loss)
+        loss = resolve_fake_loss(loss)
         if self.microbatches > 1:
             loss = loss / self.microbatches
         return loss * _SCALE if self.precision.scaled else loss
 
 
-class _InsideSubclasses(Recorder):
+class _SubclassRecorder(Recorder):
     """A recorder of the operations that torchao's tensors compute with: casts and copies take memory, too."""
 
     def __init__(self, model: nn.Module, timeline: Timeline, compiled: bool) -> None:
@@ -474,20 +476,20 @@ class _InsideSubclasses(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def uses_torchao(optimizer: torch.optim.Optimizer) -> bool:
+def is_torchao_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is one of torchao's."""
     return any(kind.__module__.startswith("torchao") for kind in type(optimizer).__mro__)
 
 
-def compiles_update(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+def has_compiled_update(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Return whether an optimizer compiles its update: what the kernels take inside themselves is not known."""
-    return uses_torchao(optimizer) and not (isinstance(optimizer, WithWideGroups) and device.type == "cpu")
+    return is_torchao_optimizer(optimizer) and not (isinstance(optimizer, WideGroupsMixin) and device.type == "cpu")
 
 
 @contextmanager
 def _disable_compilation(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Run the step of torchao's optimizers eagerly: they compile it, which fails inside a dispatch mode."""
-    if not uses_torchao(optimizer):
+    if not is_torchao_optimizer(optimizer):
         yield
         return
     compiled = torch.compile
@@ -498,7 +500,7 @@ def _disable_compilation(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         torch.compile = compiled
 
 
-class _WithoutNoise(NarrowWeights):
+class _NoiselessNarrowWeights(NarrowWeights):
     """Weights in bf16 on fake tensors, for which there is no generator."""
 
     def _generator(self, name: str, device: torch.device) -> torch.Generator | None:
@@ -524,9 +526,9 @@ def _resolve_foreach(optimizer: torch.optim.Optimizer, device: torch.device) -> 
     return optimizer
 
 
-def ready(loss: Any) -> Tensor:
+def resolve_fake_loss(loss: Any) -> Tensor:
     """Return one scalar to differentiate from any supported return value; raise `WrongUse` for others."""
-    loss, _ = loss_and_aux(loss)
+    loss, _ = split_loss_and_aux(loss)
     if isinstance(loss, dict) and ONLY in loss:
         loss = loss[ONLY]
     counted = isinstance(loss, Counted)
@@ -544,7 +546,7 @@ def ready(loss: Any) -> Tensor:
     return widen(value) / 1.0 if counted else widen(value)
 
 
-class AnyNumber(TorchDispatchMode):
+class OptimizerNumberMode(TorchDispatchMode):
     """A mode for optimizers that read numbers: those that are known, and a late step for all others."""
 
     def __init__(self, known: Callable[[Tensor], float | None] = lambda _: None) -> None:

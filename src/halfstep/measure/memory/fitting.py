@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from halfstep.errors import HalfstepError
 from halfstep.json_data import JsonResult
-from halfstep.measure.memory.estimate import ledger_of
+from halfstep.measure.memory.estimate import estimate_ledger
 from halfstep.measure.memory.fake_tensors import MakeCase
 from halfstep.measure.memory.ledger import Ledger
 from halfstep.measure.setting import StepSetting
@@ -89,11 +89,11 @@ class BatchFit(JsonResult):
         return max(0, self.ledger.peak - self.limit)
 
 
-def largest_batch(
+def find_largest_batch(
     make_case: MakeCase,
     setting: StepSetting,
     limit_bytes: int,
-    ledger: MakeLedger = ledger_of,
+    ledger: MakeLedger = estimate_ledger,
     *,
     tolerance: float = 0.0,
 ) -> BatchFit:
@@ -102,7 +102,7 @@ def largest_batch(
     For slow ledgers, `tolerance` ends the search at a batch that fits once the limit is expected within that share of
     it.
     """
-    search = _Search(make_case, setting, limit_bytes, ledger, tolerance)
+    search = _BatchSearch(make_case, setting, limit_bytes, ledger, tolerance)
     low, high = setting.batch or search.least(), MOST + 1
     if search.over(low):
         low, high = search.least(), low
@@ -114,7 +114,9 @@ def largest_batch(
     return search.fit(low, low)
 
 
-def levers(fit: BatchFit, make_case: MakeCase, narrow: str, ledger: MakeLedger = ledger_of) -> list[Ledger]:
+def estimate_lever_ledgers(
+    fit: BatchFit, make_case: MakeCase, narrow: str, ledger: MakeLedger = estimate_ledger
+) -> list[Ledger]:
     """Return ledgers of the smallest batch in a narrower precision, with recomputing, and with both."""
     setting = replace(fit.ledger.setting, batch=fit.ledger.samples)
     ways = [replace(setting, precision=narrow), replace(setting, recompute=True)]
@@ -123,7 +125,7 @@ def levers(fit: BatchFit, make_case: MakeCase, narrow: str, ledger: MakeLedger =
 
 
 @dataclass
-class _Search:
+class _BatchSearch:
     make_case: MakeCase
     setting: StepSetting
     limit: int
@@ -179,13 +181,13 @@ class _Search:
         if len(near) == 1:
             return self._extrapolate_activations(self.ledgers[near[0]])
         if len(near) == 2:  # the smaller peak may be the update's, which does not grow: use the fixed parts
-            return _line(0, self._fixed, max(near), self.peak(max(near)), self.limit)
+            return _extrapolate_batch(0, self._fixed, max(near), self.peak(max(near)), self.limit)
         first, second = near[:2]
-        return _line(first, self.peak(first), second, self.peak(second), self.limit)
+        return _extrapolate_batch(first, self.peak(first), second, self.peak(second), self.limit)
 
     def _extrapolate_activations(self, ledger: Ledger) -> int:
         """Extrapolate from one ledger by its activations, because its peak may be that of the update."""
-        return _line(0, self._fixed, ledger.samples, self._fixed + ledger.whole["activations"], self.limit)
+        return _extrapolate_batch(0, self._fixed, ledger.samples, self._fixed + ledger.whole["activations"], self.limit)
 
     @property
     def _fixed(self) -> int:
@@ -198,7 +200,7 @@ class _Search:
         return BatchFit(batch, self.limit, self.ledgers[shown], searched, ended)
 
 
-def _line(first: int, low: int, second: int, high: int, limit: int) -> int:
+def _extrapolate_batch(first: int, low: int, second: int, high: int, limit: int) -> int:
     """Return where a line through two peaks reaches the limit."""
     slope = (high - low) / (second - first)
     return min(MOST, second + math.floor((limit - high) / slope)) if slope > 0 else MOST

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from halfstep import numbers
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.json_data import JsonResult
 from halfstep.measure.assumption import Assumption
-from halfstep.measure.memory_bars import MemoryUse, memory_bars
+from halfstep.measure.memory_bars import MemoryUse, draw_memory_bars
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.survival_report import THE_MODEL_ITSELF
-from halfstep.page import Block, Heading, Page, Paragraph, Span, Table, Text, charts_of, number_table
+from halfstep.page import Block, Heading, Page, Paragraph, Span, Table, Text, build_charts, build_number_table
 
 PARTS = (
     "weights",
@@ -33,7 +33,7 @@ WORKING = ("activations", "temporary")
 
 
 @dataclass(frozen=True)
-class Note:
+class LedgerNote:
     """A remark that readers of the figures need."""
 
     text: str
@@ -42,7 +42,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Ledger(JsonResult, ShownAsPage):
+class Ledger(JsonResult, PageResult):
     """The memory of one update of a setting, in bytes, once the optimizer has its state."""
 
     json_keys: ClassVar[tuple[str, ...]] = (
@@ -71,15 +71,17 @@ class Ledger(JsonResult, ShownAsPage):
     """Whether such predictions have been compared with real runs on such a device."""
     by_cpu_rules: bool = False
     """Whether the CPU's autocast rules stand in for those of the device."""
-    remarks: tuple[Note, ...] = ()
+    remarks: tuple[LedgerNote, ...] = ()
     assumptions: tuple[Assumption, ...] = ()
     """Assumptions about numbers of the model that its code reads."""
 
     def page(self) -> Page:
         """Return the page about it."""
-        how = way_in_words(self.setting.precision, self.setting.recompute, self.samples)
-        answer = Paragraph(Span(f"peak {numbers.size(self.peak)} {how}", strong=True))
-        return Page("memory of one update", (answer, *memory_blocks([self]), *note_blocks(self.notes)), self.device)
+        how = describe_step_setting(self.setting.precision, self.setting.recompute, self.samples)
+        answer = Paragraph(Span(f"peak {numbers.format_bytes(self.peak)} {how}", strong=True))
+        return Page(
+            "memory of one update", (answer, *build_memory_blocks([self]), *build_note_blocks(self.notes)), self.device
+        )
 
     @property
     def peak(self) -> int:
@@ -91,7 +93,7 @@ class Ledger(JsonResult, ShownAsPage):
         return tuple(remark.text for remark in self.remarks)
 
 
-def way_in_words(precision: str, recompute: bool, samples: int) -> str:
+def describe_step_setting(precision: str, recompute: bool, samples: int) -> str:
     """Return how a step is run as text."""
     return f"in {precision}{' with recomputing' if recompute else ''} at batch {samples}"
 
@@ -101,24 +103,24 @@ def way_in_words(precision: str, recompute: bool, samples: int) -> str:
 _MODULES = 5
 
 
-def memory_blocks(columns: Sequence[Ledger]) -> Iterator[Block]:
+def build_memory_blocks(columns: Sequence[Ledger]) -> Iterator[Block]:
     """Yield where the memory goes, the ledgers of one batch size next to each other."""
     for samples in dict.fromkeys(column.samples for column in columns):
         together = [column for column in columns if column.samples == samples]
         moments = {column.moment for column in together}
         how = ", recomputing" if together[0].setting.recompute else ""
         yield Heading(f"At the peak, batch {samples}{how}", moments.pop() if len(moments) == 1 else "")
-        yield _parts(together)
+        yield _build_parts_table(together)
         uses = [MemoryUse(column.setting.precision, column.at_peak, None) for column in together]
-        yield from charts_of(memory_bars(uses, f"Tensors at the peak, batch {samples}"))
+        yield from build_charts(draw_memory_bars(uses, f"Tensors at the peak, batch {samples}"))
         if any(column.by_format for column in together):
             yield Heading("Saved for backward", "at the end of forward, by format and by module")
             by_format, by_module = [column.by_format for column in together], [column.by_module for column in together]
-            rows = [*_rows_by_size(by_format), (), *_rows_by_size(by_module)[:_MODULES]]
-            yield number_table("", [column.setting.precision for column in together], rows)
+            rows = [*_list_rows_by_size(by_format), (), *_list_rows_by_size(by_module)[:_MODULES]]
+            yield build_number_table("", [column.setting.precision for column in together], rows)
 
 
-def note_blocks(notes: Iterable[str]) -> Iterator[Block]:
+def build_note_blocks(notes: Iterable[str]) -> Iterator[Block]:
     """Yield notes below a heading; nothing if there are none."""
     for number, note in enumerate(notes):
         if number == 0:
@@ -126,23 +128,26 @@ def note_blocks(notes: Iterable[str]) -> Iterator[Block]:
         yield Paragraph(Span(note, "dim"), indent=True)
 
 
-def _parts(columns: Sequence[Ledger]) -> Table:
+def _build_parts_table(columns: Sequence[Ledger]) -> Table:
     parts = [part for part in columns[0].at_peak if any(column.at_peak[part] for column in columns)]
     rows: list[tuple[Text, ...]] = [
-        (part, *(numbers.size(column.at_peak[part]) for column in columns)) for part in parts
+        (part, *(numbers.format_bytes(column.at_peak[part]) for column in columns)) for part in parts
     ]
-    peaks = (Span(numbers.size(column.peak), strong=True) for column in columns)
+    peaks = (Span(numbers.format_bytes(column.peak), strong=True) for column in columns)
     rows += [(), (Span("peak", strong=True), *peaks)]
     if len({column.moment for column in columns}) > 1:
         rows.append(("when", *(column.moment for column in columns)))
-    return number_table("", [column.setting.precision for column in columns], rows)
+    return build_number_table("", [column.setting.precision for column in columns], rows)
 
 
-def _rows_by_size(columns: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
+def _list_rows_by_size(columns: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
     """Return a row for each name that is non-zero in any column, largest first."""
     most = {name: max(column.get(name, 0) for column in columns) for column in columns for name in column}
     names = sorted((name for name, size in most.items() if size), key=lambda name: -most[name])
     return [
-        (name or THE_MODEL_ITSELF, *(numbers.size(column[name]) if column.get(name) else "-" for column in columns))
+        (
+            name or THE_MODEL_ITSELF,
+            *(numbers.format_bytes(column[name]) if column.get(name) else "-" for column in columns),
+        )
         for name in names
     ]

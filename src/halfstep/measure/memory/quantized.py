@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 _INT8, _FOUR_BITS = "Int8Params", "Params4bit"
 
 
-def quantized_layers(model: nn.Module) -> Iterator[nn.Module]:
+def iterate_quantized_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers whose weight is one of bitsandbytes."""
     for module in model.modules():
         if type(module._parameters.get("weight")).__name__ in (_INT8, _FOUR_BITS):
             yield module
 
 
-class QuantizedTwin(nn.Module):
+class FakeQuantizedLayer(nn.Module):
     """A layer with a quantized weight and its scales, without numbers."""
 
     weight: Tensor
@@ -43,7 +43,7 @@ class QuantizedTwin(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the product."""
         given = x.dtype
-        found: Tensor = _Product.apply(x.to(self.computes or given), self)
+        found: Tensor = _DequantizedProduct.apply(x.to(self.computes or given), self)
         return found.to(given)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -51,9 +51,9 @@ class QuantizedTwin(nn.Module):
         return self.weight.new_empty(self.size, dtype=dtype)
 
 
-class _Product(torch.autograd.Function):
+class _DequantizedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: QuantizedTwin) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layer: FakeQuantizedLayer) -> Tensor:
         ctx.layer, ctx.dtype = layer, x.dtype
         ctx.kept = None if layer.four_bits else x  # by the int8 product, although nothing needs it
         return F.linear(x, layer.dequantized(x.dtype), layer.bias)

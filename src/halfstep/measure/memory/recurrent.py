@@ -26,16 +26,16 @@ State = tuple[Tensor, Tensor]
 
 
 @contextmanager
-def lstm_by_onednn() -> Iterator[None]:
+def emulate_onednn_lstm() -> Iterator[None]:
     """Run LSTMs on fake CPU tensors as oneDNN does inside the context."""
-    _VF.lstm = _lstm
+    _VF.lstm = _run_onednn_lstm
     try:
         yield
     finally:
         _VF.lstm = _lstm_of_torch
 
 
-def _lstm(*arguments: Any) -> Any:
+def _run_onednn_lstm(*arguments: Any) -> Any:
     if not _uses_onednn(*arguments):
         return _lstm_of_torch(*arguments)
     inputs, (hidden, cell), weights, has_bias, layers, dropout, training, both_ways, batch_first = arguments
@@ -48,7 +48,7 @@ def _lstm(*arguments: Any) -> Any:
     for layer in range(layers):
         outputs = []
         for number in range(layer * ways, (layer + 1) * ways):
-            output, *state = _Layer.apply(
+            output, *state = _OnednnLstmLayer.apply(
                 inputs, hidden[number], cell[number], *weights[number * each : (number + 1) * each]
             )
             outputs.append(output)
@@ -70,18 +70,20 @@ def _uses_onednn(inputs: Tensor, state: Any, weights: Any, *_: Any) -> bool:
     return known and inputs.device.type == "cpu" and inputs.numel() > 0 and state[0].shape[-1] == state[1].shape[-1]
 
 
-class _Layer(torch.autograd.Function):
+class _OnednnLstmLayer(torch.autograd.Function):
     """One layer in one direction; the tensors that it makes are those of the kernel."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, hidden: Tensor, cell: Tensor, *weights: Tensor) -> Any:
         (steps, samples, into), width = inputs.shape, hidden.shape[-1]
-        blocked = inputs.new_empty((into + width) * _row(_GATES * width, inputs.dtype))
+        blocked = inputs.new_empty((into + width) * _count_row_elements(_GATES * width, inputs.dtype))
         bias = inputs.new_empty(_GATES * width, dtype=torch.float32)
         output = inputs.new_empty((steps, samples, width))
         last = inputs.new_empty((samples, width)), inputs.new_empty((samples, width))
-        workspace = inputs.new_empty(_workspace(steps, samples, into, width, inputs.dtype), dtype=torch.uint8)
-        scratch = inputs.new_empty(_scratch(steps, samples, width, torch.float32), dtype=torch.uint8)
+        workspace = inputs.new_empty(
+            _compute_workspace_bytes(steps, samples, into, width, inputs.dtype), dtype=torch.uint8
+        )
+        scratch = inputs.new_empty(_compute_scratch_bytes(steps, samples, width, torch.float32), dtype=torch.uint8)
         ctx.save_for_backward(inputs, hidden, cell, *weights, output, *last, workspace)
         del blocked, bias, scratch
         return output, *last
@@ -92,33 +94,37 @@ class _Layer(torch.autograd.Function):
         (steps, samples, into), width = inputs.shape, hidden.shape[-1]
         # Gradients are fp32 in every format.
         gradients = tuple(None if gradient is None else gradient.float() for gradient in gradients)
-        blocked = inputs.new_empty((into + width) * _row(_GATES * width, torch.float32), dtype=torch.float32)
-        scratch = inputs.new_empty(_scratch(steps, samples, width, inputs.dtype), dtype=torch.uint8)
+        blocked = inputs.new_empty(
+            (into + width) * _count_row_elements(_GATES * width, torch.float32), dtype=torch.float32
+        )
+        scratch = inputs.new_empty(_compute_scratch_bytes(steps, samples, width, inputs.dtype), dtype=torch.uint8)
         found = tuple(torch.empty_like(t, dtype=torch.float32) for t in (inputs, hidden, cell, *saved[:-4]))
         del blocked, scratch, gradients
         return found
 
 
-def _workspace(steps: int, samples: int, into: int, width: int, dtype: torch.dtype) -> int:
+def _compute_workspace_bytes(steps: int, samples: int, into: int, width: int, dtype: torch.dtype) -> int:
     """Return the bytes that are kept for backward: states, their gradients, cells, gates and outputs of all steps."""
     states, outputs = 2 * (steps + 1) * samples, steps * samples
-    buffers = [_bytes(states, max(into, width), dtype)] * 2 + [_bytes(states, max(into, width), torch.float32)]
+    buffers = [_compute_padded_bytes(states, max(into, width), dtype)] * 2 + [
+        _compute_padded_bytes(states, max(into, width), torch.float32)
+    ]
     buffers += [states * _round_up(width * torch.float32.itemsize, _LINE)] * 2
-    buffers += [_bytes(outputs, _GATES * width, dtype), _bytes(outputs, width, dtype)]
+    buffers += [_compute_padded_bytes(outputs, _GATES * width, dtype), _compute_padded_bytes(outputs, width, dtype)]
     return sum(_round_up(buffer, _PAGE) for buffer in buffers)
 
 
-def _scratch(steps: int, samples: int, width: int, dtype: torch.dtype) -> int:
+def _compute_scratch_bytes(steps: int, samples: int, width: int, dtype: torch.dtype) -> int:
     """Return the bytes of the gates of all steps, and of two states."""
     states = 2 * samples * _round_up(width * torch.float32.itemsize, _LINE)
-    return _bytes(steps * samples, _GATES * width, dtype) + states
+    return _compute_padded_bytes(steps * samples, _GATES * width, dtype) + states
 
 
-def _bytes(rows: int, elements: int, dtype: torch.dtype) -> int:
-    return rows * _row(elements, dtype) * dtype.itemsize
+def _compute_padded_bytes(rows: int, elements: int, dtype: torch.dtype) -> int:
+    return rows * _count_row_elements(elements, dtype) * dtype.itemsize
 
 
-def _row(elements: int, dtype: torch.dtype) -> int:
+def _count_row_elements(elements: int, dtype: torch.dtype) -> int:
     """Return the elements of a padded row."""
     line = _LINE // dtype.itemsize
     padded = _round_up(elements, line)

@@ -7,25 +7,37 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from halfstep.errors import HalfstepError, PrecisionRefused, UnknownName, WrongUse
-from halfstep.measure.batches import size_of, taken_as_samples
+from halfstep.measure.batches import count_samples, describe_sample_tensors
 from halfstep.measure.case import Case
-from halfstep.measure.memory.devices import HERE, Target, device_named, own_choice
-from halfstep.measure.memory.estimate import ledger_on
-from halfstep.measure.memory.fake_tensors import MakeCase, as_wrong_use, error_and_line, made_once
-from halfstep.measure.memory.fitting import MOST, BatchFit, Lever, MakeLedger, largest_batch, levers
+from halfstep.measure.memory.devices import HERE, Target, choose_target_precision, device_named
+from halfstep.measure.memory.estimate import estimate_device_ledger
+from halfstep.measure.memory.fake_tensors import (
+    MakeCase,
+    build_case_factory,
+    convert_user_error,
+    describe_error_with_line,
+)
+from halfstep.measure.memory.fitting import (
+    MOST,
+    BatchFit,
+    Lever,
+    MakeLedger,
+    estimate_lever_ledgers,
+    find_largest_batch,
+)
 from halfstep.measure.memory.ledger import Ledger
 from halfstep.measure.memory.page import EstimateReport
 from halfstep.measure.memory.verdict import (
     DeviceEstimate,
     EstimateColumn,
     NativeFormat,
-    NotSearched,
     RefusedPrecision,
-    verdict,
+    UnsearchedSetting,
+    summarize_estimate,
 )
 from halfstep.measure.setting import StepSetting
-from halfstep.precision.names import AMP, AUTO, policy_name, policy_parts, read_precision
-from halfstep.precision.precision import precision_named
+from halfstep.precision.names import AMP, AUTO, format_policy_name, parse_policy_name, parse_precision
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.status_line import OnProgress
 
 WHERE_NEEDED = "auto"
@@ -63,7 +75,7 @@ class EstimateOptions:
             raise WrongUse(f"a batch of {wrong[0]}", allowed=f"1 sample or more, up to {MOST}", do="--batch 8")
 
 
-def report_of(
+def build_estimate_report(
     make_case: MakeCase, options: EstimateOptions, on_progress: OnProgress = lambda done, of: None
 ) -> EstimateReport:
     """Return the whole report. `on_progress` is called with the number of pieces done and their total.
@@ -71,48 +83,54 @@ def report_of(
     Raises `WrongUse` with the line of the user's code where that code fails.
     """
     targets = [device_named(name) for name in options.devices or (HERE,)]
-    plans = [(target, precisions(target, options)) for target in targets]
+    plans = [(target, resolve_precision_names(target, options)) for target in targets]
     name, devices, interrupted = "", list[DeviceEstimate](), False
     # torch logs a full traceback for a shape mismatch; the error below says it in one line.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     silent, log.disabled = log.disabled, True
     try:
-        make_case, case = made_once(make_case)
+        make_case, case = build_case_factory(make_case)
         name = case.name
-        making = _Making(make_case, case, options, on_progress, sum(2 * len(names) for _, names in plans))
+        making = _EstimateBuilder(make_case, case, options, on_progress, sum(2 * len(names) for _, names in plans))
         for target, names in plans:
-            devices.append(DeviceEstimate(target, own_choice(target), {name: _native(target, name) for name in names}))
+            devices.append(
+                DeviceEstimate(
+                    target,
+                    choose_target_precision(target),
+                    {name: _build_native_format(target, name) for name in names},
+                )
+            )
             making.fill(devices[-1])
     except KeyboardInterrupt:
         interrupted = True
     except HalfstepError:
         raise
     except Exception as error:
-        raise as_wrong_use(error, (), "") or error from error
+        raise convert_user_error(error, (), "") or error from error
     finally:
         log.disabled = silent
-    return EstimateReport(name, tuple(devices), interrupted, verdict(devices))
+    return EstimateReport(name, tuple(devices), interrupted, summarize_estimate(devices))
 
 
-def precisions(target: Target, options: EstimateOptions) -> list[str]:
+def resolve_precision_names(target: Target, options: EstimateOptions) -> list[str]:
     """Return the names without repetition, in the order given."""
-    names = [_name_target(text, target) for text in options.precisions or (_WIDE, AUTO)]
+    names = [_resolve_target_precision(text, target) for text in options.precisions or (_WIDE, AUTO)]
     return list(dict.fromkeys(names))
 
 
-def _name_target(text: str, target: Target) -> str:
-    default, rules = policy_parts(read_precision(text).name)
-    name = own_choice(target, default) if default in (AUTO, AMP) else default
-    return policy_name(name, rules)
+def _resolve_target_precision(text: str, target: Target) -> str:
+    default, rules = parse_policy_name(parse_precision(text).name)
+    name = choose_target_precision(target, default) if default in (AUTO, AMP) else default
+    return format_policy_name(name, rules)
 
 
-def _native(target: Target, name: str) -> NativeFormat:
-    can = target.ability(precision_named(name).needs)
+def _build_native_format(target: Target, name: str) -> NativeFormat:
+    can = target.ability(resolve_precision_name(name).needs)
     return NativeFormat(None if target.device.kind == "other" else can.native, can.reason)
 
 
 @dataclass
-class _Making:
+class _EstimateBuilder:
     make_case: MakeCase
     case: Case
     options: EstimateOptions
@@ -147,7 +165,7 @@ class _Making:
 
     @property
     def _own_batch(self) -> int:
-        return self.case.setting.batch or size_of(self.case.batch)
+        return self.case.setting.batch or count_samples(self.case.batch)
 
     def _batches(self) -> tuple[int, ...]:
         return self.options.batches or (self._own_batch,)
@@ -172,13 +190,13 @@ class _Making:
         except HalfstepError:
             raise
         except Exception as error:
-            samples = taken_as_samples(self.case.batch) if setting.batch != self._own_batch else []
+            samples = describe_sample_tensors(self.case.batch) if setting.batch != self._own_batch else []
             do = (
                 "--batch 2 runs: one sample alone has no spread to normalize by"
                 if self._two_run(setting, ledger)
                 else ""
             )
-            raise as_wrong_use(error, samples, do) or error from error
+            raise convert_user_error(error, samples, do) or error from error
 
     def _two_run(self, setting: StepSetting, ledger: MakeLedger) -> bool:
         if setting.batch != 1:
@@ -196,16 +214,16 @@ class _Making:
         except HalfstepError:
             raise
         except Exception as error:
-            samples = ", ".join(taken_as_samples(self.case.batch))
-            why = f"no other batch was tried: {error_and_line(error)}; {samples} were taken as samples"
-            page.not_searched.append(NotSearched(name, recompute, why))
+            samples = ", ".join(describe_sample_tensors(self.case.batch))
+            why = f"no other batch was tried: {describe_error_with_line(error)}; {samples} were taken as samples"
+            page.not_searched.append(UnsearchedSetting(name, recompute, why))
 
     def _largest(self, name: str, recompute: bool, page: DeviceEstimate, ledger: MakeLedger) -> BatchFit:
         limit = page.device.usable
         setting = replace(self.case.setting, precision=name, recompute=recompute, batch=self._batches()[0])
         many = sum(1 for _ in self.case.model.modules()) > _MANY_MODULES
-        fit = largest_batch(self.make_case, setting, limit, ledger, tolerance=_NEAR if many else 0.0)
-        ways = [] if fit.batch else levers(fit, self.make_case, page.auto, ledger)
+        fit = find_largest_batch(self.make_case, setting, limit, ledger, tolerance=_NEAR if many else 0.0)
+        ways = [] if fit.batch else estimate_lever_ledgers(fit, self.make_case, page.auto, ledger)
         found = (Lever(way.setting.precision, way.setting.recompute, way.peak, way.peak <= limit) for way in ways)
         return replace(fit, levers=tuple(found))
 
@@ -215,7 +233,7 @@ class _Making:
         def ledger(make_case: MakeCase, setting: StepSetting) -> Ledger:
             key = (target.rules, setting)
             if key not in self.ledgers:
-                self.ledgers[key] = ledger_on(make_case, setting, target)
+                self.ledgers[key] = estimate_device_ledger(make_case, setting, target)
             return replace(self.ledgers[key], device=target.id)
 
         return ledger

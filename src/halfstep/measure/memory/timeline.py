@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from halfstep.formats import BF16, FP32, format_of, is_narrow
+from halfstep.formats import BF16, FP32, find_format, is_narrow
 from halfstep.observe.recorder import OUTSIDE, Operation
-from halfstep.precision.hardware import ability, describe
+from halfstep.precision.hardware import describe_device, find_format_support
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
 # Model what fake tensors do not show of a CPU run: memory inside kernels, and gradients summed in place.
@@ -43,38 +43,42 @@ _MANY, _SMALL = 16, 20480
 """
 
 
-def hidden_bytes(operation: Operation) -> int:
+def estimate_kernel_workspace(operation: Operation) -> int:
     """Return the peak workspace of the operation's kernel, without its arguments and results."""
     if operation.function is _FORWARD:
-        arguments = _to_two_dimensions(operation.arguments, tensors=2)
-        return _convolution(arguments, _widen(operation.result)) if _uses_onednn(*arguments) else 0
+        arguments = _convert_to_two_dimensions(operation.arguments, tensors=2)
+        return (
+            _compute_convolution_workspace(arguments, _add_height_dimension(operation.result))
+            if _uses_onednn(*arguments)
+            else 0
+        )
     if operation.function is _BACKWARD:
-        arguments = _to_two_dimensions(operation.arguments, tensors=3)
-        return _convolution_backward(arguments) if _uses_onednn(*arguments[1:]) else 0
+        arguments = _convert_to_two_dimensions(operation.arguments, tensors=3)
+        return _compute_convolution_backward_workspace(arguments) if _uses_onednn(*arguments[1:]) else 0
     if operation.function in _PRODUCTS_IN_ONE:
-        return _wide_sums(operation.result, operation.result.numel())
+        return _compute_sum_bytes(operation.result, operation.result.numel())
     if operation.function in _PRODUCTS_OF_MANY:
-        return _wide_sums(operation.result, operation.result[0].numel() * torch.get_num_threads())
+        return _compute_sum_bytes(operation.result, operation.result[0].numel() * torch.get_num_threads())
     if operation.function is _NORM_BACKWARD and operation.arguments[0].device.type == "cpu":
         return int(operation.arguments[1].nbytes) if operation.arguments[9][0] else 0
     return 0
 
 
 @cache
-def computes_bf16() -> bool:
+def has_native_bf16() -> bool:
     """Return whether this CPU has instructions for bf16; otherwise kernels sum its products in fp32 copies."""
-    return ability(describe("cpu"), BF16.name).native
+    return find_format_support(describe_device("cpu"), BF16.name).native
 
 
 def _is_emulated(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" and not computes_bf16()
+    return tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" and not has_native_bf16()
 
 
-def _wide_sums(result: Tensor, elements: int) -> int:
+def _compute_sum_bytes(result: Tensor, elements: int) -> int:
     return elements * FP32.bytes if _is_emulated(result) else 0
 
 
-def sums_in_place(operation: Operation) -> bool:
+def is_in_place_sum(operation: Operation) -> bool:
     """Return whether a real backward sums two gradients into the memory of the first.
 
     torch's engine does so where it holds the only reference to a tensor that is not a view, but never with fake
@@ -89,16 +93,16 @@ def sums_in_place(operation: Operation) -> bool:
     return whole and not before._is_view()
 
 
-def _to_two_dimensions(arguments: Sequence[Any], tensors: int) -> list[Any]:
+def _convert_to_two_dimensions(arguments: Sequence[Any], tensors: int) -> list[Any]:
     """Return the arguments of a 1-d convolution as torch runs it: 2-d, with height 1. `tensors` precede the bias."""
     images, (bias, stride, padding, dilation, transposed, more, *rest) = arguments[:tensors], arguments[tensors:]
     if images[0].dim() != 3:
         return list(arguments)
-    lines = [_widen(tensor) for tensor in images]
+    lines = [_add_height_dimension(tensor) for tensor in images]
     return [*lines, bias, [1, *stride], [0, *padding], [1, *dilation], transposed, [0, *more], *rest]
 
 
-def _widen(tensor: Tensor) -> Tensor:
+def _add_height_dimension(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
 
@@ -110,56 +114,56 @@ def _uses_onednn(image: Tensor, weight: Tensor, _bias: Any, stride: Any, _: Any,
     if image.dtype is torch.bfloat16:
         return True
     # fp16 does not use it in backward; see precision.half_convolutions.
-    return image.dtype is torch.float32 and _is_enough(image, weight, max(*stride, *dilation) > 1, groups=rest[2])
+    return image.dtype is torch.float32 and _is_large_enough(image, weight, max(*stride, *dilation) > 1, groups=rest[2])
 
 
-def _is_enough(image: Tensor, weight: Tensor, apart: bool, groups: int) -> bool:
+def _is_large_enough(image: Tensor, weight: Tensor, apart: bool, groups: int) -> bool:
     kernel = weight.shape[-2:]
     if not (apart or image.shape[0] >= _MANY or max(kernel) > 1 or torch.get_num_threads() > 1):
         return False
     return groups > 1 or min(kernel) > 3 or image.shape[0] > 1 or image.numel() > _SMALL
 
 
-def _convolution(arguments: Sequence[Any], result: Tensor) -> int:
+def _compute_convolution_workspace(arguments: Sequence[Any], result: Tensor) -> int:
     """Return the bytes of blocked copies of all operands and the result; channels_last images are used as they are.
 
     The weight is blocked in any layout.
     """
     image, weight, _, stride, _, dilation, transposed, _, groups = arguments[:9]
-    if not transposed and _is_small(image, weight, dilation) and _has_odd_groups(weight, groups):
-        return _columns(weight, result)
+    if not transposed and _is_smaller_than_kernel(image, weight, dilation) and _has_odd_groups(weight, groups):
+        return _compute_column_bytes(weight, result)
     if _is_channels_last(image) or _is_channels_last(weight):
-        return _laid_out_anew(image, weight) + _weight_in_blocks(weight)
-    out = _blocked_bytes(result)
+        return _compute_layout_copies(image, weight) + _compute_blocked_weight(weight)
+    out = _compute_blocked_bytes(result)
     again = result.nbytes if _is_copied_twice(weight, max(stride) > 1 and transposed) else 0
-    blocks = _image_in_blocks(image) + _weight_in_blocks(weight)
-    return _laid_out_anew(image, weight) + max(blocks + out - result.nbytes, out + again)
+    blocks = _compute_blocked_image(image) + _compute_blocked_weight(weight)
+    return _compute_layout_copies(image, weight) + max(blocks + out - result.nbytes, out + again)
 
 
-def _convolution_backward(arguments: Sequence[Any]) -> int:
+def _compute_convolution_backward_workspace(arguments: Sequence[Any]) -> int:
     """Return the peak: the image's gradient comes first and is alive while the weight's is computed."""
     gradient, image, weight, _, stride, _, _, transposed = arguments[:8]
     groups, (for_image, for_weight, _) = arguments[9:11]
     laid_out = _is_channels_last(image) or _is_channels_last(weight)
     if not transposed and not laid_out and _uses_columns(image, weight, arguments[6], groups):
-        return _columns(weight, gradient) + int(_COPIES_OF_SUMS * weight.numel() * FP32.bytes)
-    blocks = _weight_in_blocks(weight)
+        return _compute_column_bytes(weight, gradient) + int(_COPIES_OF_SUMS * weight.numel() * FP32.bytes)
+    blocks = _compute_blocked_weight(weight)
     results = (image.nbytes if for_image else 0) + (weight.nbytes if for_weight else 0)
     moments = [0]
     if for_image and not laid_out:
-        out = _blocked_bytes(image)
+        out = _compute_blocked_bytes(image)
         again = image.nbytes if _is_copied_twice(weight, max(stride) > 1 and not transposed) else 0
-        moments += [_blocked_bytes(gradient) + blocks + out - results, out + image.nbytes + again - results]
+        moments += [_compute_blocked_bytes(gradient) + blocks + out - results, out + image.nbytes + again - results]
     if for_weight:
         # Products of narrow numbers are summed in fp32; for channels_last images there is a second copy.
-        made = _groups_in_blocks(weight, groups) if laid_out else blocks
+        made = _compute_blocked_groups(weight, groups) if laid_out else blocks
         sums = max(made, weight.nbytes) // weight.element_size() * FP32.bytes if is_narrow(weight.dtype) else 0
-        copied = not (laid_out or _is_large_of_one_channel(weight))
-        copies = _blocked_bytes(gradient) + _image_in_blocks(image) if copied else 0
+        copied = not (laid_out or _is_large_depthwise(weight))
+        copies = _compute_blocked_bytes(gradient) + _compute_blocked_image(image) if copied else 0
         if _is_emulated(weight):
-            copies = _copies_where_emulated(gradient, image, weight) if copied else 0
+            copies = _compute_emulated_copies(gradient, image, weight) if copied else 0
         moments += [copies + made - weight.nbytes + sums, made + weight.nbytes if laid_out else made]
-    return _laid_out_anew(gradient, image, weight) + int(max(moments))
+    return _compute_layout_copies(gradient, image, weight) + int(max(moments))
 
 
 def _uses_columns(image: Tensor, weight: Tensor, dilation: Sequence[int], groups: int) -> bool:
@@ -170,10 +174,10 @@ def _uses_columns(image: Tensor, weight: Tensor, dilation: Sequence[int], groups
         return True
     spread = max(dilation) > 1 and image.shape[2] > 1
     known = image.dtype is torch.float32 or spread or _has_odd_groups(weight, groups)
-    return known and _is_small(image, weight, dilation)
+    return known and _is_smaller_than_kernel(image, weight, dilation)
 
 
-def _is_small(image: Tensor, weight: Tensor, dilation: Sequence[int]) -> bool:
+def _is_smaller_than_kernel(image: Tensor, weight: Tensor, dilation: Sequence[int]) -> bool:
     reach = [1 + (size - 1) * apart for size, apart in zip(weight.shape[2:], dilation, strict=True)]
     return any(side < wide for side, wide in zip(image.shape[2:], reach, strict=True))
 
@@ -184,26 +188,28 @@ def _has_odd_groups(weight: Tensor, groups: int) -> bool:
     return groups > 1 and max(each) > 1 and any(channels % _BLOCK for channels in each)
 
 
-def _columns(weight: Tensor, result: Tensor) -> int:
+def _compute_column_bytes(weight: Tensor, result: Tensor) -> int:
     """Return the bytes of the columns that each thread makes of one slice of an image."""
     row = math.prod(weight.shape[1:]) * math.prod(result.shape[-2:])
     return int(row * weight.element_size() * torch.get_num_threads())
 
 
-def _copies_where_emulated(gradient: Tensor, image: Tensor, weight: Tensor) -> int:
+def _compute_emulated_copies(gradient: Tensor, image: Tensor, weight: Tensor) -> int:
     """Return the bytes of blocked copies, and of the samples that each thread transposes for bf16."""
     kernel = max(weight.shape[2:])
     first_layer = image.shape[1] <= _FEW and kernel > 1
-    copies = _blocked_bytes(gradient) + (0 if first_layer else _blocked_bytes(image))
+    copies = _compute_blocked_bytes(gradient) + (0 if first_layer else _compute_blocked_bytes(image))
     if weight.shape[1] == 1 or (kernel == 1 and image.shape[2] > 1):
         return copies
     samples = max(image.shape[0], 1)
     return copies + copies // samples * min(samples, torch.get_num_threads())
 
 
-def _laid_out_anew(*given: Tensor) -> int:
+def _compute_layout_copies(*given: Tensor) -> int:
     """Return the bytes of layout copies: torch makes all channels_last if one of them is, else contiguous."""
-    layout = _channels_first(given[0]) if any(_is_channels_last(t) for t in given[-2:]) else torch.contiguous_format
+    layout = (
+        _select_channels_last(given[0]) if any(_is_channels_last(t) for t in given[-2:]) else torch.contiguous_format
+    )
     return sum(tensor.nbytes for tensor in given if not tensor.is_contiguous(memory_format=layout))
 
 
@@ -214,49 +220,51 @@ def _is_copied_twice(weight: Tensor, spread: bool) -> bool:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=_channels_first(tensor))
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=_select_channels_last(tensor))
 
 
-def _channels_first(tensor: Tensor) -> torch.memory_format:
+def _select_channels_last(tensor: Tensor) -> torch.memory_format:
     """Return the channels_last layout for the tensor's number of dimensions."""
     return torch.channels_last_3d if tensor.dim() == 5 else torch.channels_last
 
 
-def _image_in_blocks(image: Tensor) -> int:
+def _compute_blocked_image(image: Tensor) -> int:
     return (
-        0 if image.shape[1] <= _FEW and (not is_narrow(image.dtype) or _is_emulated(image)) else _blocked_bytes(image)
+        0
+        if image.shape[1] <= _FEW and (not is_narrow(image.dtype) or _is_emulated(image))
+        else _compute_blocked_bytes(image)
     )
 
 
-def _blocked_bytes(image: Tensor) -> int:
+def _compute_blocked_bytes(image: Tensor) -> int:
     channels = image.shape[1]
-    return image.nbytes // max(channels, 1) * _fill_channels(channels)
+    return image.nbytes // max(channels, 1) * _round_up_channels(channels)
 
 
-def _weight_in_blocks(weight: Tensor) -> int:
+def _compute_blocked_weight(weight: Tensor) -> int:
     out, into = weight.shape[:2]
     if into <= _FEW:  # the weight of an image's layer, or depthwise
         return weight.nbytes
-    return weight.nbytes // max(out * into, 1) * _fill_channels(out) * _fill_channels(into)
+    return weight.nbytes // max(out * into, 1) * _round_up_channels(out) * _round_up_channels(into)
 
 
-def _is_large_of_one_channel(weight: Tensor) -> bool:
+def _is_large_depthwise(weight: Tensor) -> bool:
     """Return whether a depthwise kernel is large; its gradient needs no blocked images."""
     return weight.shape[1] == 1 and weight.shape[0] > 1 and max(weight.shape[2:]) > _SMALL_KERNEL
 
 
-def _groups_in_blocks(weight: Tensor, groups: int) -> int:
+def _compute_blocked_groups(weight: Tensor, groups: int) -> int:
     """Return the bytes of a weight gradient for channels_last images: each group is padded to whole blocks.
 
     Only small depthwise kernels avoid that.
     """
     out, into = weight.shape[0] // groups, weight.shape[1]
-    if groups == 1 or (out == into == 1 and not _is_large_of_one_channel(weight)):
-        return _weight_in_blocks(weight)
-    return weight.nbytes // max(out * into, 1) * _fill_channels(out) * _fill_channels(into)
+    if groups == 1 or (out == into == 1 and not _is_large_depthwise(weight)):
+        return _compute_blocked_weight(weight)
+    return weight.nbytes // max(out * into, 1) * _round_up_channels(out) * _round_up_channels(into)
 
 
-def _fill_channels(channels: int) -> int:
+def _round_up_channels(channels: int) -> int:
     return math.ceil(channels / _BLOCK) * _BLOCK
 
 
@@ -304,22 +312,22 @@ _NOTHING = ("prim", "profiler")
 
 
 def is_covered(operation: Operation) -> bool:
-    """Return whether the operation's memory is known: all of it is in its results, or `hidden_bytes` counts it."""
+    """Return whether an operation's memory is known: it is in its results, or `estimate_kernel_workspace` counts it."""
     function = operation.function
     if function.namespace in _NOTHING or function.is_view or torch.Tag.pointwise in function.tags:
         return True
-    name = name_of(operation)
+    name = name_operation(operation)
     if name.startswith("convolution") and operation.arguments[1].dim() != _IMAGES:
         return False  # 3-d and 1-d networks were 5 % and 3 % off
     return function.namespace == "aten" and (name.removesuffix("_") in _HELD or name.startswith(_UPDATES))
 
 
-def name_of(operation: Operation) -> str:
+def name_operation(operation: Operation) -> str:
     """Return torch's name of the operation, without the overload."""
     return str(operation.function.overloadpacket.__name__)
 
 
-def not_covered(found: dict[str, str]) -> str:
+def describe_unverified_operations(found: dict[str, str]) -> str:
     """Return the note about unverified operations, each with the first module that ran it."""
     named = ", ".join(
         name if module == OUTSIDE else f"{name} in {module or 'the model itself'}" for name, module in found.items()
@@ -390,23 +398,23 @@ class Timeline:
             return
         self._follow_recomputing(operation)
         self.moments.append(Moment(self.phase, operation.module))
-        part = "cast copies" if _casts(operation) else "temporary"
+        part = "cast copies" if _is_narrow_cast(operation) else "temporary"
         # An in-place sum needs no extra memory while it runs: its result replaces the first operand afterwards.
-        born = self.now + sums_in_place(operation)
-        for tensor in _tensors(operation.result):
+        born = self.now + is_in_place_sum(operation)
+        for tensor in _iterate_strided_tensors(operation.result):
             self._meet(tensor, part, operation.module, born)
-        for tensor in _tensors((operation.arguments, dict(operation.keywords))):
+        for tensor in _iterate_strided_tensors((operation.arguments, dict(operation.keywords))):
             # Not announced by `hold`, so it existed before: a table in the loss, or a second model.
             self._meet(tensor, "weights" if isinstance(tensor, nn.Parameter) else "buffers", operation.module, born=0)
         if not is_covered(operation):
-            self.not_covered.setdefault(name_of(operation), operation.module)
-        hidden = hidden_bytes(operation)
+            self.not_covered.setdefault(name_operation(operation), operation.module)
+        hidden = estimate_kernel_workspace(operation)
         if hidden:
             self.blocks.append(MemoryBlock(hidden, self.now, module=operation.module, died=self.now))
 
     def hold(self, tensors: Iterable[Tensor], part: str) -> None:
         """Record that these tensors exist now and are used for `part`."""
-        for tensor in _tensors(list(tensors)):
+        for tensor in _iterate_strided_tensors(list(tensors)):
             self._meet(tensor, part, OUTSIDE).part = part
 
     def begin(self, phase: str) -> None:
@@ -421,7 +429,7 @@ class Timeline:
         key = storage._cdata
         block = self._alive.get(key)
         if block is None:
-            found = format_of(tensor.dtype)
+            found = find_format(tensor.dtype)
             format_name = found.name if found else str(tensor.dtype).removeprefix("torch.")
             block = MemoryBlock(storage.nbytes(), self.now if born is None else born, part, format_name, module)
             self.blocks.append(block)
@@ -450,17 +458,17 @@ class Timeline:
                 block.part = "activations"
 
 
-def _casts(operation: Operation) -> bool:
+def _is_narrow_cast(operation: Operation) -> bool:
     """Return whether it casts a weight to a narrow format, or anything to fp8, of which layers make copies."""
     if operation.function is not _CAST or not is_narrow(operation.result.dtype):
         return False
     return isinstance(operation.arguments[0], nn.Parameter) or operation.result.dtype.itemsize == 1
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _iterate_strided_tensors(tree: Any) -> Iterator[Tensor]:
     """Yield the strided tensors; sparse ones consist of others."""
     for leaf in pytree.tree_leaves(tree):
         if hasattr(leaf, "__tensor_flatten__"):  # an optimizer's state in 8 bits: its codes, scales and table
-            yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+            yield from _iterate_strided_tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
         elif isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             yield leaf

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import WrongUse
 from halfstep.measure.assumption import Assumption
-from halfstep.observe.recorder import written_by
-from halfstep.user_code import MEASURING, line_running_outside, place_and_text
+from halfstep.observe.recorder import predict_written_tensors
+from halfstep.user_code import MEASURING, find_running_line_outside, format_line_with_text
 
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _ATEN = torch.ops.aten
@@ -50,7 +50,7 @@ ONCE = "each element is repeated once"
 
 
 @dataclass(frozen=True)
-class Numbers:
+class TrackedNumbers:
     """The numbers of a fake tensor, or of a tuple of them, and the assumptions behind them."""
 
     value: Any
@@ -112,9 +112,9 @@ class ValueTracker(TorchDispatchMode):
             return self._size_result(call)
         numbers = self._computed(call, result) or self._told(call, result)
         if numbers is not None:
-            _attach(result, numbers)
+            _attach_numbers(result, numbers)
         elif func._schema.is_mutable:
-            self._forget(written_by(func, args, kwargs))
+            self._forget(predict_written_tensors(func, args, kwargs))
         return result
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class ValueTracker(TorchDispatchMode):
             with no_dispatch():
                 found: bool | int | float | complex = numbers.value.item()
             return found
-        line = _line()
+        line = _find_running_line()
         self._reads[line] += 1
         if self._reads[line] > _TOO_MANY_READS:
             raise WrongUse(
@@ -147,7 +147,7 @@ class ValueTracker(TorchDispatchMode):
             self._state(numbers[0].assumed | numbers[1].assumed)
             with no_dispatch():
                 return torch.equal(numbers[0].value, numbers[1].value)
-        line = _line()
+        line = _find_running_line()
         self._assume_condition(line, line not in self._not_true)
         return line not in self._not_true
 
@@ -157,7 +157,7 @@ class ValueTracker(TorchDispatchMode):
 
     def _state(self, assumed: frozenset[str]) -> None:
         for what in sorted(assumed):
-            self._assume(_line(), what)
+            self._assume(_find_running_line(), what)
 
     def _assume(self, line: str, what: str) -> None:
         self._assumed.setdefault(Assumption(line, what))
@@ -178,28 +178,28 @@ class ValueTracker(TorchDispatchMode):
             if assumed is None:
                 raise DynamicOutputShapeException(call.func)
             with no_dispatch():
-                numbers = Numbers(assumed[1](call), frozenset({assumed[0]}))
+                numbers = TrackedNumbers(assumed[1](call), frozenset({assumed[0]}))
         self._state(numbers.assumed)
-        device = _tensors((call.args, call.kwargs))[0].device
+        device = _list_tensor_leaves((call.args, call.kwargs))[0].device
         result = pytree.tree_map_only(
             Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype, device=device), numbers.value
         )
-        _attach(result, numbers)
+        _attach_numbers(result, numbers)
         return result
 
     # -- following ----------------------------------------------------------------------------------------------------
 
-    def _numbers(self, tensor: Tensor) -> Numbers | None:
+    def _numbers(self, tensor: Tensor) -> TrackedNumbers | None:
         if not isinstance(tensor, FakeTensor):  # a real table in the loss
             with no_dispatch():
-                return Numbers(tensor.detach()) if tensor.device.type == "cpu" else None
-        found: Numbers | None = getattr(tensor, _NUMBERS, None)
+                return TrackedNumbers(tensor.detach()) if tensor.device.type == "cpu" else None
+        found: TrackedNumbers | None = getattr(tensor, _NUMBERS, None)
         return None if found is None or found.value.untyped_storage()._cdata in self._stale else found
 
-    def _computed(self, call: OpCall, result: Any) -> Numbers | None:
+    def _computed(self, call: OpCall, result: Any) -> TrackedNumbers | None:
         """Return the numbers of a result if those of all arguments are known."""
         func, args, kwargs = call
-        leaves = _tensors((args, kwargs))
+        leaves = _list_tensor_leaves((args, kwargs))
         if "empty" in func._schema.name or any(leaf.requires_grad for leaf in leaves):
             return None
         known = {id(leaf): numbers for leaf in leaves if (numbers := self._numbers(leaf)) is not None}
@@ -211,7 +211,7 @@ class ValueTracker(TorchDispatchMode):
         # All elements of each value must be one number in memory.
         values = [numbers.value for numbers in known.values()]
         same = same and all(v.numel() == 1 or (v.numel() > 1 and not any(v.stride())) for v in values)
-        if not same and not all(map(_is_small, (*leaves, *_tensors(result)))):
+        if not same and not all(map(_has_few_elements, (*leaves, *_list_tensor_leaves(result)))):
             return None
 
         def real(leaf: Any) -> Any:
@@ -232,27 +232,36 @@ class ValueTracker(TorchDispatchMode):
                 value = value.expand(result.shape) if same else value
         except Exception:  # assumed numbers may be out of range
             return None
-        return Numbers(value, frozenset[str]().union(*(numbers.assumed for numbers in known.values())))
+        return TrackedNumbers(value, frozenset[str]().union(*(numbers.assumed for numbers in known.values())))
 
-    def _told(self, call: OpCall, result: Any) -> Numbers | None:
+    def _told(self, call: OpCall, result: Any) -> TrackedNumbers | None:
         """Return the numbers of a result that does not depend on those of its arguments, by an assumption."""
         func, args, _ = call
-        if func._schema.name in _FILLS and _is_small(args[0]) and not (args[0].requires_grad or args[0]._is_view()):
+        if (
+            func._schema.name in _FILLS
+            and _has_few_elements(args[0])
+            and not (args[0].requires_grad or args[0]._is_view())
+        ):
             with no_dispatch():
-                return Numbers(func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]))
-        if func is _ATEN.clamp.default and _is_level(args) and _is_small(result) and not args[0].requires_grad:
+                return TrackedNumbers(func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]))
+        if (
+            func is _ATEN.clamp.default
+            and _is_level_clamp(args)
+            and _has_few_elements(result)
+            and not args[0].requires_grad
+        ):
             with no_dispatch():
                 low, high = int(args[1]), int(args[2])
                 value = (low + torch.arange(result.numel()) % (high - low + 1)).reshape(result.shape).to(result.dtype)
-                return Numbers(value, frozenset({EVEN}))
+                return TrackedNumbers(value, frozenset({EVEN}))
         finite = _answer_if_finite(func, args)
         if finite is not None:
             with no_dispatch():
-                return Numbers(torch.full((), finite).expand(result.shape), frozenset({FINITE}))
+                return TrackedNumbers(torch.full((), finite).expand(result.shape), frozenset({FINITE}))
         if func._schema.name not in _CHOICES:
             return None
         chosen = result[-1] if isinstance(result, (tuple, list)) else result
-        if not _is_small(chosen):
+        if not _has_few_elements(chosen):
             return None
         dim = call.argument("dim")
         choices = args[0].numel() if dim is None else args[0].shape[dim] if args[0].dim() else 1
@@ -263,7 +272,7 @@ class ValueTracker(TorchDispatchMode):
             else:
                 along = shape.pop(dim)
                 value = value.reshape([*shape, along]).movedim(-1, dim)
-        _attach(chosen, Numbers(value, frozenset({EVEN})))
+        _attach_numbers(chosen, TrackedNumbers(value, frozenset({EVEN})))
         return None
 
     def number(self, tensor: Tensor) -> float | None:
@@ -276,7 +285,7 @@ class ValueTracker(TorchDispatchMode):
 
     def longest(self, lengths: Tensor | list[int]) -> int | None:
         """Return the largest of some lengths, if they are known."""
-        numbers = self._numbers(lengths) if isinstance(lengths, Tensor) else Numbers(torch.tensor(lengths))
+        numbers = self._numbers(lengths) if isinstance(lengths, Tensor) else TrackedNumbers(torch.tensor(lengths))
         if numbers is None:
             return None
         with no_dispatch():
@@ -284,44 +293,49 @@ class ValueTracker(TorchDispatchMode):
 
     def _forget(self, written: list[Tensor]) -> None:
         for tensor in written:
-            numbers: Numbers | None = getattr(tensor, _NUMBERS, None)
+            numbers: TrackedNumbers | None = getattr(tensor, _NUMBERS, None)
             if numbers is not None:
                 self._stale[numbers.value.untyped_storage()._cdata] = numbers.value
 
 
-def with_numbers(fake: Tensor, real: Tensor) -> Tensor:
+def attach_real_numbers(fake: Tensor, real: Tensor) -> Tensor:
     """Return the fake tensor with a copy of the numbers of a real one, if there are few enough to follow them."""
-    if not isinstance(real, FakeTensor) and real.device.type == "cpu" and _is_small(real) and not real.requires_grad:
+    if (
+        not isinstance(real, FakeTensor)
+        and real.device.type == "cpu"
+        and _has_few_elements(real)
+        and not real.requires_grad
+    ):
         with no_dispatch():
-            _attach(fake, Numbers(real.detach().clone()))
+            _attach_numbers(fake, TrackedNumbers(real.detach().clone()))
     return fake
 
 
-def with_same_numbers(fake: Tensor, other: Tensor) -> Tensor:
+def attach_same_numbers(fake: Tensor, other: Tensor) -> Tensor:
     """Return the fake tensor with the numbers of another one."""
-    numbers: Numbers | None = getattr(other, _NUMBERS, None)
+    numbers: TrackedNumbers | None = getattr(other, _NUMBERS, None)
     if numbers is not None:
         with no_dispatch():
-            _attach(fake, Numbers(numbers.value.clone(), numbers.assumed))
+            _attach_numbers(fake, TrackedNumbers(numbers.value.clone(), numbers.assumed))
     return fake
 
 
-def _attach(result: Any, numbers: Numbers) -> None:
+def _attach_numbers(result: Any, numbers: TrackedNumbers) -> None:
     for fake, value in zip(pytree.tree_leaves(result), pytree.tree_leaves(numbers.value), strict=False):
         if isinstance(fake, FakeTensor) and isinstance(value, Tensor):
-            setattr(fake, _NUMBERS, Numbers(value, numbers.assumed))
+            setattr(fake, _NUMBERS, TrackedNumbers(value, numbers.assumed))
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _list_tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _is_small(tensor: Tensor) -> bool:
+def _has_few_elements(tensor: Tensor) -> bool:
     wide = tensor.is_floating_point() or tensor.is_complex()
     return tensor.layout is torch.strided and tensor.numel() <= (_MOST_FLOATS if wide else _MOST_INTEGERS)
 
 
-def _is_level(args: Any) -> bool:
+def _is_level_clamp(args: Any) -> bool:
     """Return whether a clamp limits numbers to a few whole ones, as for the levels of a feature pyramid."""
     whole = len(args) == 3 and all(limit is not None and limit == int(limit) for limit in args[1:])
     return whole and 0 < args[2] - args[1] < _MANY_LEVELS
@@ -340,9 +354,9 @@ def _answer_if_finite(func: OpOverload, args: Any) -> bool | None:
     return name == "aten::ne" if infinite else None
 
 
-def _line() -> str:
-    line = line_running_outside(*MEASURING)
-    return place_and_text(line) if line else "code outside any file"
+def _find_running_line() -> str:
+    line = find_running_line_outside(*MEASURING)
+    return format_line_with_text(line) if line else "code outside any file"
 
 
 _FILLS = frozenset(f"aten::{name}_" for name in ("uniform", "normal", "random", "exponential", "fill", "zero"))
@@ -372,7 +386,7 @@ def _repeat_once(call: OpCall) -> Tensor:
     return torch.arange(call.args[0].shape[0])
 
 
-def _keep_one_each(call: OpCall) -> Tensor:
+def _spread_counts_evenly(call: OpCall) -> Tensor:
     least = max(call.argument("minlength"), 1)
     return torch.full((least,), max(1, call.args[0].numel() // least), dtype=torch.int64)
 
@@ -385,7 +399,7 @@ _SIZES: dict[str, tuple[str, Sized]] = {
     "aten::unique_dim": (DIFFERENT, _assume_all_different),
     "aten::unique_consecutive": (DIFFERENT, _assume_all_different),
     "aten::repeat_interleave": (ONCE, _repeat_once),
-    "aten::bincount": (EVEN, _keep_one_each),
+    "aten::bincount": (EVEN, _spread_counts_evenly),
     "torchvision::nms": (KEPT, _repeat_once),
 }
 """Assumptions about operations whose size depends on numbers of the model, and their results."""
@@ -395,13 +409,15 @@ _SIZES: dict[str, tuple[str, Sized]] = {
 # Results of kernels that torch cannot describe, or only for one format.
 
 
-def _grouped_product(_tracker: ValueTracker, first: Tensor, second: Tensor, *rest: Any) -> Tensor:
+def _create_grouped_product(_tracker: ValueTracker, first: Tensor, second: Tensor, *rest: Any) -> Tensor:
     narrow = [torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16, device=t.device) for t in (first, second)]
     offsets = rest[0] if rest else None
     return torch.empty(_ATEN._grouped_mm(*narrow, offsets).shape, dtype=first.dtype, device=first.device)
 
 
-def _ctc(tracker: ValueTracker, scores: Tensor, targets: Tensor, _inputs: Any, lengths: Any, *_: Any) -> Any:
+def _create_ctc_loss(
+    tracker: ValueTracker, scores: Tensor, targets: Tensor, _inputs: Any, lengths: Any, *_: Any
+) -> Any:
     samples = scores.shape[1] if scores.dim() == 3 else 1
     longest = tracker.longest(lengths)
     if longest is None:
@@ -409,18 +425,18 @@ def _ctc(tracker: ValueTracker, scores: Tensor, targets: Tensor, _inputs: Any, l
     return scores.new_empty(samples), scores.new_empty((samples, scores.shape[0], 2 * longest + 1))
 
 
-def _ctc_gradient(_tracker: ValueTracker, _gradient: Tensor, scores: Tensor, *_: Any) -> Tensor:
+def _create_ctc_gradient(_tracker: ValueTracker, _gradient: Tensor, scores: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(scores)
 
 
-def _describe_in_place(*_: Any) -> None:
+def _skip_in_place_update(*_: Any) -> None:
     """Describe an update in place."""
 
 
 _DESCRIPTIONS: dict[str, Callable[..., Any]] = {
-    "aten::_grouped_mm": _grouped_product,
-    "aten::_ctc_loss": _ctc,
-    "aten::_ctc_loss_backward": _ctc_gradient,
-    "aten::_fused_sgd_": _describe_in_place,
-    "aten::_fused_adagrad_": _describe_in_place,
+    "aten::_grouped_mm": _create_grouped_product,
+    "aten::_ctc_loss": _create_ctc_loss,
+    "aten::_ctc_loss_backward": _create_ctc_gradient,
+    "aten::_fused_sgd_": _skip_in_place_update,
+    "aten::_fused_adagrad_": _skip_in_place_update,
 }

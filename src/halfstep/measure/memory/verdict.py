@@ -9,8 +9,8 @@ from typing import ClassVar
 from halfstep.json_data import JsonResult
 from halfstep.measure.memory.devices import HERE, Target
 from halfstep.measure.memory.fitting import BatchFit
-from halfstep.measure.memory.ledger import Ledger, way_in_words
-from halfstep.numbers import size
+from halfstep.measure.memory.ledger import Ledger, describe_step_setting
+from halfstep.numbers import format_bytes
 
 _HALF = 0.45
 """Savings above this share count as half."""
@@ -43,7 +43,7 @@ class RefusedPrecision:
 
 
 @dataclass(frozen=True)
-class NotSearched:
+class UnsearchedSetting:
     """A setting of which no other batch runs."""
 
     precision: str
@@ -62,7 +62,7 @@ class DeviceEstimate:
     columns: list[EstimateColumn] = field(default_factory=list)
     refused: list[RefusedPrecision] = field(default_factory=list)
     largest: list[BatchFit] = field(default_factory=list)
-    not_searched: list[NotSearched] = field(default_factory=list)
+    not_searched: list[UnsearchedSetting] = field(default_factory=list)
 
     @property
     def main_column(self) -> EstimateColumn | None:
@@ -81,7 +81,7 @@ class TrainSetting:
 
 
 @dataclass(frozen=True)
-class Saving(TrainSetting):
+class MemorySaving(TrainSetting):
     """The memory that a setting saves against fp32 with the same batch."""
 
     saved: float
@@ -104,7 +104,7 @@ class EstimateVerdict(JsonResult):
 
     json_keys: ClassVar[tuple[str, ...]] = ("lines", "savings", "take")
     answers: tuple[VerdictLine, ...]
-    savings: tuple[Saving, ...]
+    savings: tuple[MemorySaving, ...]
     take: TrainSetting | None
 
     @property
@@ -112,71 +112,77 @@ class EstimateVerdict(JsonResult):
         return [answer.text for answer in self.answers]
 
 
-def verdict(devices: Sequence[DeviceEstimate]) -> EstimateVerdict:
+def summarize_estimate(devices: Sequence[DeviceEstimate]) -> EstimateVerdict:
     """Return the verdict on the devices that were estimated."""
     if not devices:
         return EstimateVerdict((VerdictLine("nothing was estimated", fits=False),), (), None)
-    return EstimateVerdict(tuple(map(_line, devices)), savings(devices[0].columns), _take(devices[0]))
+    return EstimateVerdict(
+        tuple(map(_build_verdict_line, devices)),
+        list_memory_savings(devices[0].columns),
+        _choose_train_setting(devices[0]),
+    )
 
 
-def place_in_words(device: Target) -> str:
+def name_target_device(device: Target) -> str:
     """Return the device's id, or "this machine"."""
     return "this machine" if device.id == HERE else device.id
 
 
-def _line(page: DeviceEstimate) -> VerdictLine:
-    column, place = page.main_column, place_in_words(page.device)
+def _build_verdict_line(page: DeviceEstimate) -> VerdictLine:
+    column, place = page.main_column, name_target_device(page.device)
     if column is None:
         return VerdictLine(f"{place}: nothing was estimated", fits=False)
     word = "fits" if column.fits else "does not fit"
     if column.by_cpu_rules:
         word += ", by the CPU's rules"
-    how = way_in_words(column.setting.precision, column.setting.recompute, column.samples)
-    peak, memory = size(column.peak), size(page.device.memory)
-    return VerdictLine(f"{word}: peak {peak} of {memory} on {place} {how}{_farther(page, column)}", column.fits)
+    how = describe_step_setting(column.setting.precision, column.setting.recompute, column.samples)
+    peak, memory = format_bytes(column.peak), format_bytes(page.device.memory)
+    return VerdictLine(
+        f"{word}: peak {peak} of {memory} on {place} {how}{_describe_largest_batch(page, column)}", column.fits
+    )
 
 
-def _farther(page: DeviceEstimate, column: EstimateColumn) -> str:
+def _describe_largest_batch(page: DeviceEstimate, column: EstimateColumn) -> str:
     wanted = (column.setting.precision, column.setting.recompute)
     row = next((row for row in page.largest if (row.precision, row.recompute) == wanted), None)
     if row is None:
         return ""
     if row.batch:
-        return f"; {reach(row)}"
+        return f"; {describe_batch_fit(row)}"
     fitting = [lever for lever in row.levers if lever.fits]
-    short = f"; even {row.smallest} is {size(row.missing)} too much"
+    short = f"; even {row.smallest} is {format_bytes(row.missing)} too much"
     if not fitting:
         return f"{short} in every setting tried"
     return f"{short}, but {fitting[0].precision}{' with recomputing' if fitting[0].recompute else ''} fits"
 
 
-def reach(row: BatchFit) -> str:
+def describe_batch_fit(row: BatchFit) -> str:
     """Return the largest batch as text, for a row where some batch fits."""
     if row.at_least:
         return f"no limit found up to batch {row.batch}"
     return f"largest batch about {row.batch}, which fits" if row.about else f"largest batch {row.batch}"
 
 
-def savings(columns: Sequence[EstimateColumn]) -> tuple[Saving, ...]:
+def list_memory_savings(columns: Sequence[EstimateColumn]) -> tuple[MemorySaving, ...]:
     """Return the savings of each column against fp32 with the same batch, and the reason where they are below half."""
-    wide = {_kind(column): column for column in columns if column.setting.precision == "fp32"}
+    wide = {_build_column_key(column): column for column in columns if column.setting.precision == "fp32"}
     rows = []
     for column in columns:
-        base = wide.get(_kind(column))
+        base = wide.get(_build_column_key(column))
         if base is not None and base is not column and base.peak:
             saved = 1 - column.peak / base.peak
             # The notes that fp32's column does not have: what did not shrink.
             why = "" if saved >= _HALF else "; ".join(note for note in column.notes if note not in base.notes)
             setting = column.setting
-            rows.append(Saving(setting.precision, column.samples, setting.recompute, round(saved, 4), why))
+            rows.append(MemorySaving(setting.precision, column.samples, setting.recompute, round(saved, 4), why))
     return tuple(rows)
 
 
-def _kind(column: EstimateColumn) -> tuple[int, bool]:
+def _build_column_key(column: EstimateColumn) -> tuple[int, bool]:
     return column.samples, column.setting.recompute
 
 
-def _take(page: DeviceEstimate) -> TrainSetting | None:
+def _choose_train_setting(page: DeviceEstimate) -> TrainSetting | None:
     """Return the setting to train with: as requested if it fits, else the largest batch of the first row that fits."""
     column = page.main_column
     if column is None:

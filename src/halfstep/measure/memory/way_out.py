@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from halfstep.host_memory import free_memory
+from halfstep.host_memory import read_free_memory
 from halfstep.measure.memory.devices import HERE, Target, device_named
-from halfstep.measure.memory.estimate import ledger_on
-from halfstep.measure.memory.fake_tensors import MakeCase, made_once
-from halfstep.measure.memory.fitting import largest_batch
+from halfstep.measure.memory.estimate import estimate_device_ledger
+from halfstep.measure.memory.fake_tensors import MakeCase, build_case_factory
+from halfstep.measure.memory.fitting import find_largest_batch
 from halfstep.measure.memory.ledger import Ledger
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
@@ -38,7 +38,7 @@ class StepOutOfMemory:
 
 
 @dataclass(frozen=True)
-class WayOut:
+class MemoryRemedy:
     """The remedy for a step that ran out of memory."""
 
     at_peak: Mapping[str, int]
@@ -56,26 +56,26 @@ class WayOut:
         return sum(self.at_peak.values())
 
 
-def way_out(make_case: MakeCase, precision: str, batch: int, target: Target, limit: int) -> WayOut:
+def find_memory_remedy(make_case: MakeCase, precision: str, batch: int, target: Target, limit: int) -> MemoryRemedy:
     """Return a remedy for a batch that did not fit into `limit` bytes; the case and its ledgers are made once."""
-    make_case, case = made_once(make_case)
+    make_case, case = build_case_factory(make_case)
     setting = replace(case.setting, precision=precision, batch=batch)
     made: dict[StepSetting, Ledger] = {}
 
     def ledger(make: MakeCase, wanted: StepSetting) -> Ledger:
         if wanted not in made:
-            made[wanted] = ledger_on(make, wanted, target)
+            made[wanted] = estimate_device_ledger(make, wanted, target)
         return made[wanted]
 
     failed = ledger(make_case, setting)
-    fit = largest_batch(make_case, setting, limit, ledger, tolerance=NEAR)
+    fit = find_largest_batch(make_case, setting, limit, ledger, tolerance=NEAR)
     if fit.batch or setting.recompute:
-        return WayOut(failed.at_peak, failed.moment, limit, fit.batch)
+        return MemoryRemedy(failed.at_peak, failed.moment, limit, fit.batch)
     again = ledger(make_case, replace(setting, batch=fit.ledger.samples, recompute=True))
-    return WayOut(failed.at_peak, failed.moment, limit, 0, again.samples if again.peak <= limit else 0)
+    return MemoryRemedy(failed.at_peak, failed.moment, limit, 0, again.samples if again.peak <= limit else 0)
 
 
-def within_reach(target: Target) -> int:
+def compute_usable_memory(target: Target) -> int:
     """Return the bytes that tensors of this process can use now: the device's memory, less what others hold."""
     found = [target.usable]
     with contextlib.suppress(Exception):  # a limit applies only where it can be read
@@ -94,7 +94,7 @@ def _list_free_memory(target: Target) -> Iterator[int]:
 
     process = psutil.Process().memory_info()
     own = int(process.rss) - target.reserved
-    free = free_memory()
+    free = read_free_memory()
     if free is not None:
         yield free + own
     with contextlib.suppress(ImportError):  # Windows
@@ -106,11 +106,15 @@ def _list_free_memory(target: Target) -> Iterator[int]:
             yield most - int(process.vms) + own
 
 
-def _main() -> None:
+def _print_memory_remedy() -> None:
     failed = StepOutOfMemory(**json.loads(sys.argv[1]))
     wanted = Subject(failed.recipe, tuple(failed.settings))
-    print(json.dumps(asdict(way_out(wanted.open, failed.precision, failed.batch, device_named(HERE), failed.limit))))
+    print(
+        json.dumps(
+            asdict(find_memory_remedy(wanted.open, failed.precision, failed.batch, device_named(HERE), failed.limit))
+        )
+    )
 
 
 if __name__ == "__main__":
-    _main()
+    _print_memory_remedy()

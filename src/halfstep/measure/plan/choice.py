@@ -11,7 +11,7 @@ from halfstep.json_data import JsonResult
 from halfstep.measure.plan.probe import LossParity
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
-from halfstep.numbers import several
+from halfstep.numbers import format_counted_noun
 from halfstep.precision.select import WORTH_IT
 
 SIMPLEST_FIRST = ("fp32", "tf32", "bf16", "fp16")
@@ -20,7 +20,7 @@ BASELINE_PRECISION = SIMPLEST_FIRST[0]
 
 
 @dataclass(frozen=True)
-class Cell(JsonResult):
+class PlanCell(JsonResult):
     """The measurements of one setting."""
 
     json_keys: ClassVar[tuple[str, ...]] = ("setting", "name", "speed", "cut", "first_step", "peak")
@@ -47,14 +47,14 @@ class Cell(JsonResult):
 
 
 @dataclass(frozen=True)
-class LadderCell(Cell):
+class LadderCell(PlanCell):
     """A cell with its parity by the rule of all cells; None if it was not measured."""
 
-    json_keys: ClassVar[tuple[str, ...]] = (*Cell.json_keys, "parity")
+    json_keys: ClassVar[tuple[str, ...]] = (*PlanCell.json_keys, "parity")
     parity: LossParity | None = None
 
 
-def simplicity(setting: StepSetting) -> tuple[bool, int, bool, int]:
+def rank_setting_simplicity(setting: StepSetting) -> tuple[bool, int, bool, int]:
     """Return a sort key, simplest first: eager before compiled, wide before narrow, few micro-batches before many."""
     known = setting.precision in SIMPLEST_FIRST
     precision = SIMPLEST_FIRST.index(setting.precision) if known else len(SIMPLEST_FIRST)
@@ -72,7 +72,7 @@ SPLIT_WORTH_IT = 1.03
 """Required gain of other micro-batches, which change the statistics of batch normalization."""
 
 
-def choose(cells: Iterable[Cell], *, fp32: float = 1.0, has_batch_norm: bool = False) -> Cell:
+def choose_cell(cells: Iterable[PlanCell], *, fp32: float = 1.0, has_batch_norm: bool = False) -> PlanCell:
     """Return the fastest cell; it replaces a simpler one only if its whole interval lies above. The first is the base.
 
     Within one precision and micro-batch, a clear gain of the median is enough. A narrower precision must gain more than
@@ -81,95 +81,99 @@ def choose(cells: Iterable[Cell], *, fp32: float = 1.0, has_batch_norm: bool = F
     best, *others = cells
     others = [cell for cell in others if has_interval(cell)] or others
     # Simplest first: each cell then has to beat the simpler one that it would replace.
-    for cell in sorted(others, key=lambda cell: simplicity(cell.setting)):
-        if cell.can_be_chosen and _replaces(cell, best, fp32, has_batch_norm):
+    for cell in sorted(others, key=lambda cell: rank_setting_simplicity(cell.setting)):
+        if cell.can_be_chosen and _can_replace(cell, best, fp32, has_batch_norm):
             best = cell
     return best
 
 
-def has_interval(cell: Cell) -> bool:
+def has_interval(cell: PlanCell) -> bool:
     """Return whether the cell can be chosen and has enough pairs for an interval."""
     return cell.can_be_chosen and cell.speed is not None and cell.speed.pairs >= FEWEST_FOR_INTERVAL
 
 
-def is_fp32(cell: Cell) -> bool:
+def is_fp32(cell: PlanCell) -> bool:
     """Return whether the cell is in fp32."""
     return cell.setting.precision == BASELINE_PRECISION
 
 
-def _replaces(cell: Cell, simpler: Cell, fp32: float, has_batch_norm: bool) -> bool:
+def _can_replace(cell: PlanCell, simpler: PlanCell, fp32: float, has_batch_norm: bool) -> bool:
     # Against the best of fp32, not strict fp32: another layout alone may gain as much without any rounding.
-    if not is_fp32(cell) and _speedup(cell) < WORTH_IT * fp32:
+    if not is_fp32(cell) and _get_speedup(cell) < WORTH_IT * fp32:
         return False
     split = cell.setting.microbatches != simpler.setting.microbatches
-    if split and has_batch_norm and _speedup(cell) < SPLIT_WORTH_IT * _speedup(simpler):
+    if split and has_batch_norm and _get_speedup(cell) < SPLIT_WORTH_IT * _get_speedup(simpler):
         return False
-    return wholly_above(cell.speed, simpler.speed) or (not split and _is_likely_faster(cell, simpler))
+    return is_interval_above(cell.speed, simpler.speed) or (not split and _is_likely_faster(cell, simpler))
 
 
-def _is_likely_faster(cell: Cell, simpler: Cell) -> bool:
+def _is_likely_faster(cell: PlanCell, simpler: PlanCell) -> bool:
     if cell.setting.precision != simpler.setting.precision or not (has_interval(cell) and has_interval(simpler)):
         return False
     enough = LIKELY_COMPILED if cell.setting.compile and not simpler.setting.compile else LIKELY
-    return _speedup(cell) >= enough * _speedup(simpler)
+    return _get_speedup(cell) >= enough * _get_speedup(simpler)
 
 
-def wholly_above(one: Speed | None, other: Speed | None) -> bool:
+def is_interval_above(one: Speed | None, other: Speed | None) -> bool:
     """Return whether one interval lies above the other; False with fewer than `FEWEST_PAIRS` pairs."""
     if one is None or other is None or one.pairs < FEWEST_PAIRS:
         return False
     return one.low > other.high
 
 
-def interval(speed: Speed) -> str:
+def format_speed_interval(speed: Speed) -> str:
     """Return the interval and its number of pairs as text, or that there are too few pairs."""
     if speed.pairs < FEWEST_FOR_INTERVAL:
-        return f"{several(speed.pairs, 'pair')}, too few for an interval"
+        return f"{format_counted_noun(speed.pairs, 'pair')}, too few for an interval"
     return f"{speed.low:.2f} to {speed.high:.2f}, {speed.pairs} pairs"
 
 
-def _speedup(cell: Cell) -> float:
+def _get_speedup(cell: PlanCell) -> float:
     return cell.speed.speedup if cell.speed else 0.0
 
 
-def by_speed(cells: Iterable[Cell]) -> list[Cell]:
+def sort_by_speed(cells: Iterable[PlanCell]) -> list[PlanCell]:
     """Return the cells that can be chosen, fastest first."""
-    return sorted((cell for cell in cells if cell.can_be_chosen), key=_speedup, reverse=True)
+    return sorted((cell for cell in cells if cell.can_be_chosen), key=_get_speedup, reverse=True)
 
 
-def runner_up(choice: Cell, cells: Sequence[Cell]) -> tuple[Cell | None, str]:
+def find_runner_up(choice: PlanCell, cells: Sequence[PlanCell]) -> tuple[PlanCell | None, str]:
     """Return the fastest other cell, and why it was not chosen."""
-    others = [cell for cell in by_speed(cells) if cell.setting != choice.setting]
+    others = [cell for cell in sort_by_speed(cells) if cell.setting != choice.setting]
     if not others:
         return None, ""
     other = others[0]
-    return other, _rejection_reason(other, choice)
+    return other, _explain_rejection(other, choice)
 
 
-def _rejection_reason(other: Cell, choice: Cell) -> str:
+def _explain_rejection(other: PlanCell, choice: PlanCell) -> str:
     assert other.speed is not None
-    if choice.speed is None or wholly_above(choice.speed, other.speed) or _speedup(other) < _speedup(choice):
-        beside = f"{other.speed.speedup:.2f}x against {_speedup(choice):.2f}x"
-        return beside if wholly_above(choice.speed, other.speed) else f"{beside}; their intervals overlap"
+    if (
+        choice.speed is None
+        or is_interval_above(choice.speed, other.speed)
+        or _get_speedup(other) < _get_speedup(choice)
+    ):
+        beside = f"{other.speed.speedup:.2f}x against {_get_speedup(choice):.2f}x"
+        return beside if is_interval_above(choice.speed, other.speed) else f"{beside}; their intervals overlap"
     if other.speed.pairs < FEWEST_FOR_INTERVAL:
         return f"{other.speed.pairs} pairs were measured, too few for a verdict"
-    if not wholly_above(other.speed, choice.speed):
+    if not is_interval_above(other.speed, choice.speed):
         return f"{other.speed.speedup:.2f}x, but the intervals overlap, and the choice is simpler"
     if not is_fp32(other) and is_fp32(choice):
         return f"{other.speed.speedup:.2f}x is less than {WORTH_IT}x what fp32 can do: not worth its roundings"
     return f"{other.speed.speedup:.2f}x: too little gained for what it changes"
 
 
-def why_stay(choice: Cell, cells: Iterable[Cell]) -> str:
+def explain_staying_in_fp32(choice: PlanCell, cells: Iterable[PlanCell]) -> str:
     """Return why a plan stays in fp32: the results of the narrower formats."""
     narrow = [cell for cell in cells if not is_fp32(cell)]
-    best = next((cell for cell in by_speed(narrow) if cell.speed), None)
+    best = next((cell for cell in sort_by_speed(narrow) if cell.speed), None)
     if best is not None and best.speed is not None:
         found = best.speed
-        words = f"{best.setting} is {found.speedup:.2f}x ({interval(found)})"
-        if _speedup(best) < WORTH_IT * _speedup(choice):
+        words = f"{best.setting} is {found.speedup:.2f}x ({format_speed_interval(found)})"
+        if _get_speedup(best) < WORTH_IT * _get_speedup(choice):
             return f"{words}, less than {WORTH_IT}x what fp32 does"
-        return f"{words}, which overlaps with fp32's {_speedup(choice):.2f}x: no verdict"
+        return f"{words}, which overlaps with fp32's {_get_speedup(choice):.2f}x: no verdict"
     if narrow:
         return "; ".join(f"{cell.setting} ({cell.cut or 'not measured'})" for cell in narrow[:3])
     return "this device has no narrower native format"

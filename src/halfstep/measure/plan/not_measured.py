@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class NotMeasured(str, Enum):
+class NotMeasuredReason(str, Enum):
     """Values of `Cell.cut`, also in the JSON of a plan."""
 
     NO_TIME = "not measured: no time was left"

@@ -10,20 +10,20 @@ from typing import ClassVar
 
 from halfstep import numbers
 from halfstep.clock import FEWEST_FOR_INTERVAL
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.json_data import JsonResult
-from halfstep.measure.conditions import Conditions, busy, flags_in_words
-from halfstep.measure.plan.choice import BASELINE_PRECISION, Cell, LadderCell, interval
-from halfstep.measure.plan.not_measured import NotMeasured
+from halfstep.measure.conditions import Conditions, describe_active_flags, describe_load_problem
+from halfstep.measure.plan.choice import BASELINE_PRECISION, LadderCell, PlanCell, format_speed_interval
+from halfstep.measure.plan.not_measured import NotMeasuredReason
 from halfstep.measure.plan.probe import LossParity
-from halfstep.measure.plan.search import Growth
+from halfstep.measure.plan.search import BatchGrowth
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from halfstep.page import (
     Block,
     Column,
-    Command,
     Heading,
+    Instruction,
     Interval,
     Intervals,
     Page,
@@ -32,14 +32,14 @@ from halfstep.page import (
     Span,
     Style,
     Table,
-    charts_of,
+    build_charts,
 )
-from halfstep.precision.hardware import Ability, Device
+from halfstep.precision.hardware import Device, FormatSupport
 
 RecipeValue = str | bool | int | float | None
 
 
-def recipe_changes(choice: StepSetting, growth: Growth | None = None) -> dict[str, RecipeValue]:
+def list_recipe_changes(choice: StepSetting, growth: BatchGrowth | None = None) -> dict[str, RecipeValue]:
     """Return the keys of a recipe and their values in the plan."""
     taken = growth.setting if growth else choice
     found: dict[str, RecipeValue] = {
@@ -54,7 +54,7 @@ def recipe_changes(choice: StepSetting, growth: Growth | None = None) -> dict[st
     return found
 
 
-def python_lines(choice: StepSetting, growth: Growth | None = None) -> list[str]:
+def format_python_lines(choice: StepSetting, growth: BatchGrowth | None = None) -> list[str]:
     """Return the same as Python code for the user's own loop."""
     taken = growth.setting if growth else choice
     lines = []
@@ -74,7 +74,7 @@ def python_lines(choice: StepSetting, growth: Growth | None = None) -> list[str]
 
 
 @dataclass(frozen=True)
-class Plan(JsonResult, ShownAsPage):
+class Plan(JsonResult, PageResult):
     """The chosen setting, and all measurements that led to it."""
 
     json_keys: ClassVar[tuple[str, ...]] = (
@@ -84,13 +84,13 @@ class Plan(JsonResult, ShownAsPage):
     )
     name: str
     device: Device
-    formats: dict[str, Ability]
+    formats: dict[str, FormatSupport]
     """The device's support of each precision."""
     now: StepSetting
     """The user's setting."""
     baseline: StepSetting
     """Strict fp32, the baseline of all speeds."""
-    choice: Cell
+    choice: PlanCell
     stay: bool
     """Whether the precision stays fp32, because nothing narrower was worthwhile here."""
     reasons: dict[str, str]
@@ -99,9 +99,9 @@ class Plan(JsonResult, ShownAsPage):
     """The parity of the choice."""
     ladder: tuple[LadderCell, ...]
     """All cells, simplest first."""
-    runner_up: Cell | None
+    runner_up: PlanCell | None
     why_not: str
-    growth: Growth | None
+    growth: BatchGrowth | None
     growth_ended: str
     """Why no larger batch was chosen; empty if `grow_batch` was off."""
     conditions: Conditions
@@ -110,7 +110,7 @@ class Plan(JsonResult, ShownAsPage):
 
     def page(self) -> Page:
         """Return the page about it, with the lines that apply it."""
-        return Page(f"plan for {self.name}", (*plan_blocks(self), *_python_lines(self)), self.device.name)
+        return Page(f"plan for {self.name}", (*build_plan_blocks(self), *_build_python_blocks(self)), self.device.name)
 
     @property
     def verdict(self) -> str:
@@ -125,7 +125,7 @@ class Plan(JsonResult, ShownAsPage):
             return text
         narrow = [cell for cell in self.ladder if cell.setting.precision != self.baseline.precision]
         # "Stay in fp32" is a verdict only where a narrower format was measured or excluded for a reason.
-        unseen = (NotMeasured.NO_TIME, NotMeasured.INTERRUPTED)
+        unseen = (NotMeasuredReason.NO_TIME, NotMeasuredReason.INTERRUPTED)
         seen = any(cell.speed or cell.cut not in unseen for cell in narrow)
         extra = "" if text == BASELINE_PRECISION else f", with {text.removeprefix(f'{BASELINE_PRECISION}, ')}"
         stay = "stay in fp32" if seen or not narrow else "no verdict, so fp32: nothing narrower was measured"
@@ -137,39 +137,39 @@ class Plan(JsonResult, ShownAsPage):
         speed = self.choice.speed
         if speed is None or self.choice.setting == self.baseline:
             return ""
-        return f"{speed.speedup:.2f}x strict fp32 ({interval(speed)})"
+        return f"{speed.speedup:.2f}x strict fp32 ({format_speed_interval(speed)})"
 
     @property
     def changes(self) -> dict[str, RecipeValue]:
         """Return the settings of a recipe."""
-        return recipe_changes(self.choice.setting, self.growth)
+        return list_recipe_changes(self.choice.setting, self.growth)
 
     @property
     def python(self) -> list[str]:
         """Return lines of Python."""
-        return python_lines(self.choice.setting, self.growth)
+        return format_python_lines(self.choice.setting, self.growth)
 
 
 TONES: dict[str, Style] = {"faster": "good", "slower": "bad"}
 
 
-def plan_blocks(plan: Plan) -> Iterator[Block]:
+def build_plan_blocks(plan: Plan) -> Iterator[Block]:
     """Yield the plan without what to type next."""
-    yield from _verdict(plan)
+    yield from _build_plan_verdict(plan)
     yield Heading("Why")
     yield Pairs(tuple(_list_reasons(plan)))
     yield Heading("Measured", "speed relative to strict fp32, with the median's 95 % interval")
-    yield _ladder(plan)
-    yield from charts_of(speed_chart(plan))
+    yield _build_ladder_table(plan)
+    yield from build_charts(draw_plan_speeds(plan))
     cut = _group_excluded(plan.ladder)
     if cut:
         yield Heading("Not chosen")
         yield Pairs(tuple(("; ".join(names), reason) for reason, names in cut.items()))
     yield Heading("Conditions")
-    yield _conditions(plan)
+    yield _build_condition_pairs(plan)
 
 
-def speed_chart(plan: Plan) -> Intervals:
+def draw_plan_speeds(plan: Plan) -> Intervals:
     """Return the speed of each candidate with its interval, next to strict fp32's 1."""
     rows = [
         Interval(cell.name, f"{speed.speedup:.2f}x", speed.verdict, TONES.get(speed.verdict, "warn"), speed.low,
@@ -181,7 +181,7 @@ def speed_chart(plan: Plan) -> Intervals:
     return Intervals("Speed", tuple(rows), "times as fast as strict fp32", 1.0, legend=legend)
 
 
-def _verdict(plan: Plan) -> Iterator[Block]:
+def _build_plan_verdict(plan: Plan) -> Iterator[Block]:
     speed = f"  {plan.speed_in_words}" if plan.speed_in_words else ""
     yield Paragraph((Span(plan.headline, "good", strong=True), speed))
     if plan.growth:
@@ -195,12 +195,12 @@ def _verdict(plan: Plan) -> Iterator[Block]:
     lacking = [name for name, found in plan.formats.items() if not found.native]
     formats = f"computes in {', '.join(native)}" + (f"; not in {', '.join(lacking)}" if lacking else "")
     yield Paragraph(Span(f"{plan.device.name}: {formats}", "dim"))
-    if any(cell.cut == NotMeasured.NO_TIME for cell in plan.ladder):
+    if any(cell.cut == NotMeasuredReason.NO_TIME for cell in plan.ladder):
         # Three times the seconds, in whole minutes.
         more = 60 * math.ceil(plan.seconds / 20)
         short = f"not everything was measured in {plan.seconds:.0f} s; use --seconds {more} to measure more"
         yield Paragraph(Span(short, "warn"))
-    disturbed = busy(plan.conditions)
+    disturbed = describe_load_problem(plan.conditions)
     if disturbed:
         yield Paragraph(Span(disturbed, "warn"))
     if plan.interrupted:
@@ -232,7 +232,7 @@ def _list_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "larger batch", f"{larger}; {plan.growth_ended}"
 
 
-def _ladder(plan: Plan) -> Table:
+def _build_ladder_table(plan: Plan) -> Table:
     titles = ("speed", "interval", "pairs", "update", "memory")
     figures = (Column(title, "right", "never") for title in titles)
     columns = (Column(), Column("setting", wrap="fold"), *figures, Column("parity", wrap="never"))
@@ -240,12 +240,12 @@ def _ladder(plan: Plan) -> Table:
     for cell in plan.ladder:
         if cell.speed is not None:
             chosen = cell.setting == plan.choice.setting
-            texts = (">" if chosen else " ", *_row(cell, cell.speed, plan))
+            texts = (">" if chosen else " ", *_format_ladder_row(cell, cell.speed, plan))
             rows.append(tuple(Span(text, strong=chosen) for text in texts))
     return Table(columns, tuple(rows))
 
 
-def _row(cell: LadderCell, speed: Speed, plan: Plan) -> list[str]:
+def _format_ladder_row(cell: LadderCell, speed: Speed, plan: Plan) -> list[str]:
     is_baseline = cell.setting == plan.baseline
     interval = f"{speed.low:.2f} to {speed.high:.2f}" if speed.pairs >= FEWEST_FOR_INTERVAL else "too few"
     return [
@@ -253,13 +253,13 @@ def _row(cell: LadderCell, speed: Speed, plan: Plan) -> list[str]:
         f"{speed.speedup:.2f}x",
         "-" if is_baseline else interval,
         str(speed.pairs),
-        numbers.duration(speed.seconds),
-        numbers.size(cell.peak) if cell.peak else "-",
+        numbers.format_duration(speed.seconds),
+        numbers.format_bytes(cell.peak) if cell.peak else "-",
         cell.parity.verdict if cell.parity and not is_baseline else "-",
     ]
 
 
-def _group_excluded(ladder: Iterable[Cell]) -> dict[str, list[str]]:
+def _group_excluded(ladder: Iterable[PlanCell]) -> dict[str, list[str]]:
     """Return the names of the settings that were excluded, by reason."""
     together: dict[str, list[str]] = {}
     for cell in ladder:
@@ -268,14 +268,14 @@ def _group_excluded(ladder: Iterable[Cell]) -> dict[str, list[str]]:
     return together
 
 
-def _conditions(plan: Plan) -> Pairs:
+def _build_condition_pairs(plan: Plan) -> Pairs:
     found = plan.conditions
     return Pairs(
         (
             ("torch", f"{found['torch']}, python {found['python']}, halfstep {found['halfstep']}"),
             ("device", f"{found['device']}{', ' + found['driver'] if found['driver'] else ''}"),
             ("threads", f"{found['threads']} on {found['cores']} cores, load {found['load']}"),
-            ("flags", flags_in_words(found)),
+            ("flags", describe_active_flags(found)),
             ("method", f"{found['arms']}, interleaved; memory is predicted"),
             ("time", f"{plan.seconds:.0f} s"),
         )
@@ -298,35 +298,35 @@ class PlanCommand:
         return shlex.join([self.subject, *self.settings, *self.options])
 
 
-def next_blocks(plan: Plan, command: PlanCommand) -> Iterator[Block]:
+def build_next_blocks(plan: Plan, command: PlanCommand) -> Iterator[Block]:
     """Yield what to type next."""
     if plan.interrupted:
-        yield from _command_lines("interrupted: to measure the rest, type", f"halfstep plan {command.again()}")
+        yield from _build_command_blocks("interrupted: to measure the rest, type", f"halfstep plan {command.again()}")
     elif command.written:
         train = f"halfstep train {_quote_path(command.written)}"
-        yield from _command_lines(f"wrote {command.written}; to train with it, type", train)
+        yield from _build_command_blocks(f"wrote {command.written}; to train with it, type", train)
     elif command.file:
         again = f"halfstep plan {command.again()} --yes --write {_quote_path(command.file)}"
-        yield from _command_lines("nothing was written; to write the recipe, type", again)
+        yield from _build_command_blocks("nothing was written; to write the recipe, type", again)
         if not command.settings:
             yield Paragraph("or train with the same settings at once:", wrap=False)
             settings = shlex.join(
                 f"{key}={str(value).lower() if isinstance(value, bool) else value}"
                 for key, value in plan.changes.items()
             )
-            yield Command(f"halfstep train {shlex.quote(command.subject)} {settings}", "  ")
+            yield Instruction(f"halfstep train {shlex.quote(command.subject)} {settings}", "  ")
     else:
-        yield from _python_lines(plan)
+        yield from _build_python_blocks(plan)
 
 
-def _python_lines(plan: Plan) -> Iterator[Block]:
-    return _command_lines("to apply it, in your own loop:", *plan.python)
+def _build_python_blocks(plan: Plan) -> Iterator[Block]:
+    return _build_command_blocks("to apply it, in your own loop:", *plan.python)
 
 
-def _command_lines(lead: str, *lines: str) -> Iterator[Block]:
+def _build_command_blocks(lead: str, *lines: str) -> Iterator[Block]:
     yield Paragraph(lead, gap=True, wrap=False)
     for line in lines:
-        yield Command(line, "  ")
+        yield Instruction(line, "  ")
 
 
 def _quote_path(path: str) -> str:

@@ -12,47 +12,59 @@ import torch
 
 from halfstep.errors import WrongUse
 from halfstep.measure.case import Case, LossFunction
-from halfstep.measure.conditions import conditions
-from halfstep.measure.local_candidate import candidate_of
+from halfstep.measure.conditions import collect_conditions
+from halfstep.measure.local_candidate import create_candidate
 from halfstep.measure.plan.choice import (
     BASELINE_PRECISION,
-    Cell,
     LadderCell,
-    interval,
+    PlanCell,
+    explain_staying_in_fp32,
+    find_runner_up,
+    format_speed_interval,
     is_fp32,
-    runner_up,
-    simplicity,
-    why_stay,
+    rank_setting_simplicity,
 )
 from halfstep.measure.plan.page import Plan
-from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget, free_bytes
-from halfstep.measure.plan.search import CaseFacts, Growing, Search, abilities, facts_of
+from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget, find_free_memory
+from halfstep.measure.plan.search import (
+    BatchGrowthSearch,
+    CaseFacts,
+    PlanSearch,
+    collect_case_facts,
+    collect_device_abilities,
+)
 from halfstep.measure.plan.trials import SettingTrials
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.subject import Measurable, Settings, subject_of
-from halfstep.numbers import several
-from halfstep.precision.hardware import Device, describe
+from halfstep.measure.subject import Measurable, Settings, resolve_subject
+from halfstep.numbers import format_counted_noun
+from halfstep.precision.hardware import Device, describe_device
 from halfstep.precision.names import FP8
 from halfstep.status_line import OnProgress
 
-Cells = Mapping[StepSetting, Cell]
+Cells = Mapping[StepSetting, PlanCell]
 
 
-def reasons(choice: Cell, baseline: StepSetting, cells: Cells, facts: CaseFacts) -> dict[str, str]:
+def explain_choice(choice: PlanCell, baseline: StepSetting, cells: Cells, facts: CaseFacts) -> dict[str, str]:
     """Return a sentence for each part, with its measurements; for fp32, why the precision stays."""
-    found = {"precision": _precision(choice, baseline, cells)}
+    found = {"precision": _explain_precision(choice, baseline, cells)}
     if facts.has_images:
         other = replace(choice.setting, channels_last=not choice.setting.channels_last)
         layouts = ("channels last", "plain") if choice.setting.channels_last else ("plain", "channels last")
-        found["layout"] = f"{layouts[0]} {words(choice, baseline)}; {layouts[1]} {words(cells.get(other), baseline)}"
+        found["layout"] = (
+            f"{layouts[0]} {describe_cell_speed(choice, baseline)}; {layouts[1]} "
+            f"{describe_cell_speed(cells.get(other), baseline)}"
+        )
     if (narrow := cells.get(replace(baseline, precision=FP8))) is not None:
-        found[FP8] = f"eligible: {several(facts.fp8_layers, 'linear layer')}; {words(narrow, baseline)}"
-    found["compile"] = _compile(choice, baseline, cells)
-    found["micro-batches"] = _splits(choice, baseline, cells, facts)
+        found[FP8] = (
+            f"eligible: {format_counted_noun(facts.fp8_layers, 'linear layer')}; "
+            f"{describe_cell_speed(narrow, baseline)}"
+        )
+    found["compile"] = _explain_compilation(choice, baseline, cells)
+    found["micro-batches"] = _explain_microbatches(choice, baseline, cells, facts)
     return found
 
 
-def words(cell: Cell | None, baseline: StepSetting) -> str:
+def describe_cell_speed(cell: PlanCell | None, baseline: StepSetting) -> str:
     """Return the speed of a cell as text, or why there is none."""
     if cell is None:
         return "(not measured)"
@@ -61,49 +73,51 @@ def words(cell: Cell | None, baseline: StepSetting) -> str:
     speed = cell.speed
     text = f"{speed.speedup:.2f}x"
     if cell.setting != baseline:
-        text += f" ({interval(speed)})"
+        text += f" ({format_speed_interval(speed)})"
     return f"{text}, cut ({cell.cut})" if cell.cut else text
 
 
-def _precision(choice: Cell, baseline: StepSetting, cells: Cells) -> str:
+def _explain_precision(choice: PlanCell, baseline: StepSetting, cells: Cells) -> str:
     if is_fp32(choice):
-        return why_stay(choice, cells.values())
+        return explain_staying_in_fp32(choice, cells.values())
     same = cells.get(replace(choice.setting, precision=BASELINE_PRECISION))
     beside = (
-        f"; fp32 laid out the same way {words(same, baseline)}"
+        f"; fp32 laid out the same way {describe_cell_speed(same, baseline)}"
         if same and same.speed and same.setting != baseline
         else ""
     )
-    return f"{choice.setting.precision} {words(choice, baseline)} as fast as strict fp32{beside}"
+    return f"{choice.setting.precision} {describe_cell_speed(choice, baseline)} as fast as strict fp32{beside}"
 
 
-def _compile(choice: Cell, baseline: StepSetting, cells: Cells) -> str:
+def _explain_compilation(choice: PlanCell, baseline: StepSetting, cells: Cells) -> str:
     other = cells.get(replace(choice.setting, compile=not choice.setting.compile))
     if choice.setting.compile:
         took = f", first step {choice.first_step:.0f} s" if choice.first_step else ""
-        return f"compiled {words(choice, baseline)}{took}; eager {words(other, baseline)}"
+        return f"compiled {describe_cell_speed(choice, baseline)}{took}; eager {describe_cell_speed(other, baseline)}"
     took = f", first step {other.first_step:.0f} s" if other and other.first_step else ""
     if choice.setting.recompute:
         return "eager: activations that are computed again are not compiled"
-    return f"eager {words(choice, baseline)}; compiled {words(other, baseline)}{took}"
+    return f"eager {describe_cell_speed(choice, baseline)}; compiled {describe_cell_speed(other, baseline)}{took}"
 
 
-def _splits(choice: Cell, baseline: StepSetting, cells: Cells, facts: CaseFacts) -> str:
+def _explain_microbatches(choice: PlanCell, baseline: StepSetting, cells: Cells, facts: CaseFacts) -> str:
     setting = choice.setting
     same = [
         cell
         for other, cell in cells.items()
         if other != setting and replace(other, batch=setting.batch, microbatches=setting.microbatches) == setting
     ]
-    text = "; ".join(f"{split(cell.setting)} {words(cell, baseline)}" for cell in (choice, *same))
+    text = "; ".join(
+        f"{format_microbatches(cell.setting)} {describe_cell_speed(cell, baseline)}" for cell in (choice, *same)
+    )
     if baseline.batch != facts.now.batch:
-        text += f"; {split(facts.now)} does not fit in fp32"
+        text += f"; {format_microbatches(facts.now)} does not fit in fp32"
     if facts.has_batch_norm and setting.batch != facts.now.batch:
         text += "; batch normalization averages over a micro-batch, so this changes it"
     return text
 
 
-def split(setting: StepSetting) -> str:
+def format_microbatches(setting: StepSetting) -> str:
     """Return the micro-batches and their size as text."""
     return f"{setting.microbatches} × {setting.batch}"
 
@@ -150,19 +164,21 @@ def plan(
             do=f"give --seconds {SECONDS:.0f}",
         )
     budget = TimeBudget(seconds)
-    here = describe(device)
-    measured = subject_of(subject, loss_fn, batch, settings)
+    here = describe_device(device)
+    measured = resolve_subject(subject, loss_fn, batch, settings)
     case = measured.open()
-    facts = facts_of(case)
-    room = MemoryFit(free_bytes(torch.device(here.place)), partial(_predict_peak, case, here))
-    runner = Race(partial(candidate_of, measured, device=device), budget, partial(_tell, budget, progress))
+    facts = collect_case_facts(case)
+    room = MemoryFit(find_free_memory(torch.device(here.place)), partial(_predict_peak, case, here))
+    runner = Race(
+        partial(create_candidate, measured, device=device), budget, partial(_report_progress, budget, progress)
+    )
     where = HERE if isinstance(measured, Case) else ELSEWHERE
-    return search_and_decide(Search(facts, here, SettingTrials(runner, budget, room)), where, grow_batch=grow_batch)
+    return run_plan_search(PlanSearch(facts, here, SettingTrials(runner, budget, room)), where, grow_batch=grow_batch)
 
 
-def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -> Plan:
+def run_plan_search(search: PlanSearch, where: str, *, grow_batch: bool = False) -> Plan:
     """Search until the time is up or Ctrl-C, and choose from the results so far."""
-    interrupted, growing = False, Growing()
+    interrupted, growing = False, BatchGrowthSearch()
     try:
         # Growing comes after the final and needs extra time.
         search.run(final_share=0.5 if grow_batch else 0.9)
@@ -175,17 +191,19 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
         search.close()
     # Decided again, because Ctrl-C may have come before the first decision.
     choice, parity = search.decide()
-    cells = sorted(search.cells.values(), key=lambda cell: (simplicity(cell.setting), cell.setting.batch or 0))
-    second, why_not = runner_up(choice, cells)
+    cells = sorted(
+        search.cells.values(), key=lambda cell: (rank_setting_simplicity(cell.setting), cell.setting.batch or 0)
+    )
+    second, why_not = find_runner_up(choice, cells)
     return Plan(
         name=search.facts.name,
         device=search.device,
-        formats=abilities(search.device),
+        formats=collect_device_abilities(search.device),
         now=search.facts.now,
         baseline=search.baseline,
         choice=choice,
         stay=is_fp32(choice),
-        reasons=reasons(choice, search.baseline, search.cells, search.facts),
+        reasons=explain_choice(choice, search.baseline, search.cells, search.facts),
         parity=parity,
         ladder=tuple(
             LadderCell(**vars(cell), parity=search.parity_of(cell) if cell.speed is not None else None)
@@ -196,18 +214,18 @@ def search_and_decide(search: Search, where: str, *, grow_batch: bool = False) -
         growth=growing.found,
         growth_ended=growing.ended if grow_batch else "",
         # Empty if Ctrl-C came before any candidate was open.
-        conditions={**(search.conditions or conditions(search.device.place)), "arms": where},
+        conditions={**(search.conditions or collect_conditions(search.device.place)), "arms": where},
         seconds=round(search.seconds, 1),
         interrupted=interrupted,
     )
 
 
 def _predict_peak(case: Case, device: Device, setting: StepSetting) -> int:
-    from halfstep.measure.memory.estimate import ledger_of
+    from halfstep.measure.memory.estimate import estimate_ledger
 
-    return ledger_of(lambda: case, setting, device.place).peak
+    return estimate_ledger(lambda: case, setting, device.place).peak
 
 
-def _tell(budget: TimeBudget, progress: OnProgress | None) -> None:
+def _report_progress(budget: TimeBudget, progress: OnProgress | None) -> None:
     if progress is not None:
         progress(min(int(budget.spent), int(budget.seconds)), int(budget.seconds))

@@ -74,7 +74,7 @@ class LossParity:
     """Number of other fp32 runs."""
 
 
-def updates_for(seconds: float, opening: float, update: float) -> int:
+def choose_update_count(seconds: float, opening: float, update: float) -> int:
     """Return after how many updates the candidates of a plan are compared; 0 if there is too little time."""
     # From the time alone, so that all candidates are compared after the same number of updates.
     for_each = SHARE_OF_TIME * seconds / FEWEST_RUNS - opening
@@ -82,22 +82,22 @@ def updates_for(seconds: float, opening: float, update: float) -> int:
     return affordable if affordable >= FEWEST else 0
 
 
-def noise_of(fp32: Sequence[float], others: Sequence[Sequence[float]], updates: int) -> Noise | None:
+def compute_fp32_noise(fp32: Sequence[float], others: Sequence[Sequence[float]], updates: int) -> Noise | None:
     """Return the spread of the fp32 runs, without incomplete ones; None with too few runs or a non-finite loss."""
     whole = [run[:updates] for run in others if len(run) >= updates]
     if len(fp32) < updates or not updates or not all(map(math.isfinite, [loss for run in whole for loss in run])):
         return None
-    apart_by = [apart(one, other) for one, other in combinations([fp32[:updates], *whole], 2)]
+    apart_by = [compute_loss_difference(one, other) for one, other in combinations([fp32[:updates], *whole], 2)]
     return Noise(len(whole), max(apart_by)) if len(whole) >= FEWEST_RUNS else None
 
 
-def compare(fp32: Sequence[float], other: Sequence[float], noise: Noise | None, updates: int) -> LossParity:
+def compare_losses(fp32: Sequence[float], other: Sequence[float], noise: Noise | None, updates: int) -> LossParity:
     """Return whether the losses are finite and, after `updates`, as low as fp32's."""
-    certain = _certain(fp32, other, updates)
+    certain = _decide_without_comparison(fp32, other, updates)
     if certain is not None:
         return certain
-    ours, theirs = _end(fp32[:updates]), _end(other[:updates])
-    difference = apart(fp32[:updates], other[:updates])
+    ours, theirs = _average_final_losses(fp32[:updates]), _average_final_losses(other[:updates])
+    difference = compute_loss_difference(fp32[:updates], other[:updates])
     words = f"loss {theirs:.4g} against fp32's {ours:.4g} after {updates} updates, {difference:.2%} apart"
     found = (updates, ours, theirs, difference)
     if noise is None:
@@ -106,7 +106,7 @@ def compare(fp32: Sequence[float], other: Sequence[float], noise: Noise | None, 
     return LossParity(verdict, f"{words}{why}", *found, noise.margin, noise.spread, noise.runs)
 
 
-def _certain(fp32: Sequence[float], other: Sequence[float], updates: int) -> LossParity | None:
+def _decide_without_comparison(fp32: Sequence[float], other: Sequence[float], updates: int) -> LossParity | None:
     """Return a verdict that needs no comparison, or allows none; else None."""
     # First: a non-finite loss fails even if there was no time for anything else.
     broken = next((number for number, loss in enumerate(other, 1) if not math.isfinite(loss)), None)
@@ -135,15 +135,15 @@ def _judge_difference(difference: float, noise: Noise) -> tuple[Verdict, str]:
     return "can't tell", f"; {itself}, and {noise.margin:.2%} would be too far"
 
 
-def apart(one: Sequence[float], other: Sequence[float]) -> float:
+def compute_loss_difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the relative difference of the final losses of two runs."""
     updates = min(len(one), len(other))
-    ours, theirs = _end(one[:updates]), _end(other[:updates])
+    ours, theirs = _average_final_losses(one[:updates]), _average_final_losses(other[:updates])
     gap = abs(ours - theirs)
     # A loss of exactly 0 has no relative difference.
     return gap / abs(ours) if ours else (math.inf if gap else 0.0)
 
 
 # The last quarter is averaged because single losses are noisy.
-def _end(losses: Sequence[float]) -> float:
+def _average_final_losses(losses: Sequence[float]) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from halfstep.host_memory import free_memory
+from halfstep.host_memory import read_free_memory
 from halfstep.measure.conditions import Conditions
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.timing import TimedRace, race, warm
-from halfstep.measure.worker_process import CandidateFailed, OpenedCandidate
-from halfstep.numbers import size
+from halfstep.measure.timing import TimedRace, race_candidates, warm_up_candidate
+from halfstep.measure.worker_process import CandidateFailed, CandidateInfo
+from halfstep.numbers import format_bytes
 
 MARGIN = 0.1
 """Share of the free memory that is left alone: allocators round up, and predictions are not exact."""
@@ -46,7 +46,7 @@ class MemoryFit:
 
     def why_not(self, setting: StepSetting) -> str:
         """Return the required and the free memory as text."""
-        return f"it would take {size(self.peak(setting) or 0)}, and {size(self.free or 0)} are free"
+        return f"it would take {format_bytes(self.peak(setting) or 0)}, and {format_bytes(self.free or 0)} are free"
 
     def _predict_peak(self, setting: StepSetting) -> int | None:
         if self._predict is None:
@@ -57,10 +57,10 @@ class MemoryFit:
             return None
 
 
-def free_bytes(device: torch.device) -> int | None:
+def find_free_memory(device: torch.device) -> int | None:
     """Return the free memory of a device; None if it is unknown."""
     if device.type == "cpu":
-        return free_memory()
+        return read_free_memory()
     try:
         return int(torch.accelerator.get_memory_info(device)[0])
     except (AttributeError, RuntimeError):  # an older torch, or a device without this query
@@ -86,7 +86,7 @@ class TimeBudget:
 class RacingCandidate(Protocol):
     """The interface of `CandidateProcess`."""
 
-    def open(self, limit: float | None = None) -> OpenedCandidate: ...
+    def open(self, limit: float | None = None) -> CandidateInfo: ...
     def seconds(self, steps: int = 1, limit: float | None = None) -> float: ...
     def trail(self, steps: int) -> list[float]: ...
     def losses(self, steps: int, limit: float | None = None) -> list[float]: ...
@@ -105,7 +105,7 @@ MOST_STEPS = 50
 Tell = Callable[[], None]
 
 
-class _Limited:
+class _LimitedCandidate:
     """A candidate whose answers are limited by the remaining time of the plan."""
 
     def __init__(self, candidate: RacingCandidate, budget: TimeBudget) -> None:
@@ -156,24 +156,26 @@ class Race:
     def warm(self, setting: StepSetting, seconds: float) -> float:
         """Step until times agree; return the last one. A candidate that times out is closed."""
         self._tell()
-        candidate = _Limited(self._open[setting], self._budget)
-        found = float(self._or_leave(setting, lambda: warm(candidate, seconds=seconds, now=self._budget.now)))
+        candidate = _LimitedCandidate(self._open[setting], self._budget)
+        found = float(
+            self._or_leave(setting, lambda: warm_up_candidate(candidate, seconds=seconds, now=self._budget.now))
+        )
         self._updates[setting] = found
         return found
 
     def turn_seconds(self, *updates: float) -> float:
         """Return the seconds of one turn of candidates with these update times."""
-        return _steps(max(updates)) * sum(updates)
+        return _choose_steps_per_turn(max(updates)) * sum(updates)
 
     def race(self, settings: Sequence[StepSetting], *, baseline: StepSetting, pairs: int) -> TimedRace[StepSetting]:
         """Time open and warm candidates in turns until there are enough pairs or the time is up; close the failed."""
-        entered = {setting: _Limited(self._open[setting], self._budget) for setting in (baseline, *settings)}
-        found = race(
+        entered = {setting: _LimitedCandidate(self._open[setting], self._budget) for setting in (baseline, *settings)}
+        found = race_candidates(
             entered,
             baseline=baseline,
             pairs=pairs,
             seconds=self._budget.left,
-            steps=_steps(max(self._updates[setting] for setting in entered)),
+            steps=_choose_steps_per_turn(max(self._updates[setting] for setting in entered)),
             progress=lambda *_: self._tell(),
             now=self._budget.now,
         )
@@ -223,6 +225,6 @@ class Race:
             self.leave(setting)
 
 
-def _steps(slowest: float) -> int:
+def _choose_steps_per_turn(slowest: float) -> int:
     """Return the updates per turn, the same for all candidates. The slowest decides, or turns would take too long."""
     return min(MOST_STEPS, max(1, math.ceil(SHORTEST_TURN / max(slowest, 1e-9))))

@@ -11,26 +11,34 @@ from typing import ClassVar
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep.json_data import JsonResult
-from halfstep.measure.batches import size_of
+from halfstep.measure.batches import count_samples
 from halfstep.measure.case import Case
 from halfstep.measure.conditions import Conditions
 from halfstep.measure.plan.choice import (
     BASELINE_PRECISION,
     SIMPLEST_FIRST,
-    Cell,
-    by_speed,
-    choose,
+    PlanCell,
+    choose_cell,
     is_fp32,
-    wholly_above,
+    is_interval_above,
+    sort_by_speed,
 )
-from halfstep.measure.plan.not_measured import NotMeasured
-from halfstep.measure.plan.probe import ENOUGH_RUNS, FEWEST_RUNS, NUDGE, LossParity, Noise, compare, noise_of
+from halfstep.measure.plan.not_measured import NotMeasuredReason
+from halfstep.measure.plan.probe import (
+    ENOUGH_RUNS,
+    FEWEST_RUNS,
+    NUDGE,
+    LossParity,
+    Noise,
+    compare_losses,
+    compute_fp32_noise,
+)
 from halfstep.measure.plan.trials import FINAL_PAIRS, LEAST_FINAL, SettingTrials
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 from halfstep.precision.conversion import eligible_layers, has_torchao
-from halfstep.precision.hardware import Ability, Device, ability
+from halfstep.precision.hardware import Device, FormatSupport, find_format_support
 from halfstep.precision.names import FP8
 
 SPLITS = 2
@@ -58,12 +66,12 @@ class CaseFacts:
         return (self.now.batch or 1) * self.now.microbatches
 
 
-def facts_of(case: Case) -> CaseFacts:
+def collect_case_facts(case: Case) -> CaseFacts:
     """Return the facts about a case. Its optimizer is created to read its type and learning rate."""
     optimizer = case.optimizer(case.model)
     return CaseFacts(
         name=case.name,
-        now=replace(case.setting, batch=case.setting.batch or size_of(case.batch)),
+        now=replace(case.setting, batch=case.setting.batch or count_samples(case.batch)),
         has_images=any(parameter.dim() == 4 for parameter in case.model.parameters()),
         has_batch_norm=any(isinstance(module, _BatchNorm) for module in case.model.modules()),
         optimizer=type(optimizer).__name__,
@@ -72,21 +80,23 @@ def facts_of(case: Case) -> CaseFacts:
     )
 
 
-def abilities(device: Device) -> dict[str, Ability]:
+def collect_device_abilities(device: Device) -> dict[str, FormatSupport]:
     """Return the device's support of each precision that a run can use, simplest first."""
-    return {name: ability(device, name) for name in SIMPLEST_FIRST}
+    return {name: find_format_support(device, name) for name in SIMPLEST_FIRST}
 
 
-def eager_settings(baseline: StepSetting, device: Device, has_images: bool, fp8_layers: int = 0) -> list[StepSetting]:
+def list_eager_settings(
+    baseline: StepSetting, device: Device, has_images: bool, fp8_layers: int = 0
+) -> list[StepSetting]:
     """Return all settings but the baseline, most promising first: the likely winner is measured if time runs out."""
     layouts = [True, False] if has_images else [False]
     narrow = ["bf16", "fp16", "tf32", *([FP8] if fp8_layers else [])]
-    narrow = [name for name in narrow if ability(device, name).native]
+    narrow = [name for name in narrow if find_format_support(device, name).native]
     found = [replace(baseline, precision=name, channels_last=layout) for layout in layouts for name in narrow]
     return found + ([replace(baseline, channels_last=not baseline.channels_last)] if has_images else [])
 
 
-def halved(setting: StepSetting) -> Iterator[StepSetting]:
+def iterate_smaller_microbatches(setting: StepSetting) -> Iterator[StepSetting]:
     """Yield the same update in more and smaller micro-batches."""
     batch, pieces = setting.batch or 1, setting.microbatches
     # Micro-batches of unequal size would change the update.
@@ -95,7 +105,7 @@ def halved(setting: StepSetting) -> Iterator[StepSetting]:
         yield replace(setting, batch=batch, microbatches=pieces)
 
 
-def doubled(setting: StepSetting) -> Iterator[StepSetting]:
+def iterate_larger_microbatches(setting: StepSetting) -> Iterator[StepSetting]:
     """Yield the same update in fewer and larger micro-batches."""
     batch, pieces = setting.batch or 1, setting.microbatches
     while pieces % 2 == 0:
@@ -103,7 +113,7 @@ def doubled(setting: StepSetting) -> Iterator[StepSetting]:
         yield replace(setting, batch=batch, microbatches=pieces)
 
 
-class Search:
+class PlanSearch:
     """The state of a search; `decide` can choose from it at any time."""
 
     def __init__(self, facts: CaseFacts, device: Device, trials: SettingTrials) -> None:
@@ -114,7 +124,7 @@ class Search:
         self._nudged: list[list[float]] = []
 
     @property
-    def cells(self) -> dict[StepSetting, Cell]:
+    def cells(self) -> dict[StepSetting, PlanCell]:
         """Return the cells by setting."""
         return self._trials.cells
 
@@ -140,7 +150,7 @@ class Search:
     def run(self, final_share: float = 0.9) -> None:
         """Run all phases; the final takes `final_share` of the time left. Ctrl-C propagates; results are kept."""
         self._trials.announce([self.baseline])
-        self._trials.measure_baseline(self.facts.name, [self.baseline, *halved(self.baseline)])
+        self._trials.measure_baseline(self.facts.name, [self.baseline, *iterate_smaller_microbatches(self.baseline)])
         self.measure_eager()
         self.measure_compiled()
         self.measure_splits()
@@ -149,7 +159,7 @@ class Search:
         self.hold_final(final_share)
         self._look_again()
 
-    def decide(self) -> tuple[Cell, LossParity]:
+    def decide(self) -> tuple[PlanCell, LossParity]:
         """Return the choice from the results so far. Cells that fail parity are cut, and the next best is considered.
 
         Where parity cannot be decided, the cell may be chosen, and the plan says so.
@@ -161,7 +171,7 @@ class Search:
                 return cell, parity
             self.cells[cell.setting] = replace(cell, cut=f"parity {parity.verdict}: {parity.why}")
 
-    def _parity_of_precision(self, cell: Cell, parity: LossParity) -> LossParity:
+    def _parity_of_precision(self, cell: PlanCell, parity: LossParity) -> LossParity:
         """Return the failure of the same narrow precision in another layout, where this cell's parity is undecided."""
         if parity.verdict != "can't tell" or is_fp32(cell):
             return parity
@@ -169,22 +179,24 @@ class Search:
         failed = [other for other in same if other.speed and self.parity_of(other).verdict == "fails"]
         return LossParity("fails", f"{parity.why}, and {failed[0].setting} fails") if failed else parity
 
-    def parity_of(self, cell: Cell) -> LossParity:
+    def parity_of(self, cell: PlanCell) -> LossParity:
         """Return the parity at the baseline's batch, where both have seen the same samples."""
         if cell.setting == self.baseline:
             return LossParity("holds", "strict fp32 was chosen")
         same = replace(cell.setting, batch=self.baseline.batch, microbatches=self.baseline.microbatches)
         if same not in self.cells or self.cells[same].first_step is None:
             return LossParity("can't tell", f"{same} was not measured")
-        return compare(self.cells[self.baseline].trail, self.cells[same].trail, self._noise, self._trials.judged_after)
+        return compare_losses(
+            self.cells[self.baseline].trail, self.cells[same].trail, self._noise, self._trials.judged_after
+        )
 
     @property
     def _noise(self) -> Noise | None:
-        return noise_of(self.cells[self.baseline].trail, self._nudged, self._trials.judged_after)
+        return compute_fp32_noise(self.cells[self.baseline].trail, self._nudged, self._trials.judged_after)
 
     def measure_eager(self) -> None:
         """Measure every eager setting."""
-        settings = eager_settings(self.baseline, self.device, self.facts.has_images, self.facts.fp8_layers)
+        settings = list_eager_settings(self.baseline, self.device, self.facts.has_images, self.facts.fp8_layers)
         self._trials.announce(settings)
         for setting in settings:
             self._trials.measure(setting)
@@ -194,19 +206,19 @@ class Search:
         # Recomputed activations are not compiled.
         if self.baseline.recompute:
             return
-        fastest = [replace(cell.setting, compile=True) for cell in by_speed(self.cells.values())[:2]]
+        fastest = [replace(cell.setting, compile=True) for cell in sort_by_speed(self.cells.values())[:2]]
         self._trials.announce(fastest)
         for setting in fastest:
             self._trials.measure(setting)
-            if self.cells[setting].cut not in ("", NotMeasured.NO_TIME):
+            if self.cells[setting].cut not in ("", NotMeasuredReason.NO_TIME):
                 for other in fastest[fastest.index(setting) + 1 :]:
-                    self.cells[other] = replace(self.cells[other], cut=NotMeasured.NOT_COMPILED)
+                    self.cells[other] = replace(self.cells[other], cut=NotMeasuredReason.NOT_COMPILED)
                 return
 
     def measure_splits(self) -> None:
         """Measure smaller and larger micro-batches of the fastest, as long as they gain."""
-        best = by_speed(self.cells.values())[0]
-        for direction in (halved, doubled):
+        best = sort_by_speed(self.cells.values())[0]
+        for direction in (iterate_smaller_microbatches, iterate_larger_microbatches):
             before = best
             for setting in islice(direction(best.setting), SPLITS):
                 self._trials.measure(setting)
@@ -218,7 +230,7 @@ class Search:
     def hold_final(self, share: float) -> None:
         """Race the leader and its strongest rival against strict fp32, for as many pairs as time allows."""
         leader = self._leader()
-        ranked = [leader, *by_speed(self.cells.values())]
+        ranked = [leader, *sort_by_speed(self.cells.values())]
         rivals = list(dict.fromkeys(cell.setting for cell in ranked if cell.setting != self.baseline))[:2]
         entered = [setting for setting in rivals if self._trials.is_ready(setting)]
         if not entered:
@@ -234,7 +246,7 @@ class Search:
             # A leader that could not be opened again stays a finalist with its earlier measurement.
             self.finalists = list(dict.fromkeys([*entered, *rivals[:1]]))
 
-    def measure_larger(self, setting: StepSetting) -> Cell:
+    def measure_larger(self, setting: StepSetting) -> PlanCell:
         """Measure a larger update than the baseline's; it is not added to the table."""
         try:
             self._trials.measure(setting)
@@ -246,14 +258,17 @@ class Search:
 
     def _look_again(self) -> None:
         """Run fp32 more often before a fast cell fails parity, to know its spread better."""
-        noise, differences = self._noise, [self.parity_of(cell).difference for cell in by_speed(self.cells.values())]
+        noise, differences = (
+            self._noise,
+            [self.parity_of(cell).difference for cell in sort_by_speed(self.cells.values())],
+        )
         if noise is not None and any(map(noise.is_too_little_for, differences)):
             self._measure_noise(ENOUGH_RUNS)
 
     def _measure_noise(self, runs: int) -> None:
         """Run strict fp32 again up to `runs` times, each from slightly perturbed weights."""
         updates = self._trials.judged_after
-        if not updates or not any(cell.setting != self.baseline for cell in by_speed(self.cells.values())):
+        if not updates or not any(cell.setting != self.baseline for cell in sort_by_speed(self.cells.values())):
             return
         for seed in range(len(self._nudged) + 1, runs + 1):
             if not self._trials.has_time_for(self.baseline, updates):
@@ -264,11 +279,11 @@ class Search:
             except (CandidateFailed, CandidateTooSlow):
                 return
 
-    def _leader(self) -> Cell:
+    def _leader(self) -> PlanCell:
         fp32 = [cell.speed.speedup for cell in self.cells.values() if is_fp32(cell) and cell.speed and not cell.cut]
-        return choose(self._contenders(), fp32=max(fp32, default=1.0), has_batch_norm=self.facts.has_batch_norm)
+        return choose_cell(self._contenders(), fp32=max(fp32, default=1.0), has_batch_norm=self.facts.has_batch_norm)
 
-    def _contenders(self) -> list[Cell]:
+    def _contenders(self) -> list[PlanCell]:
         """Return the baseline, then the finalists; or all cells if no finalist can be chosen any more."""
         final = [self.cells[setting] for setting in self.finalists if self.cells[setting].can_be_chosen]
         others = final or [cell for setting, cell in self.cells.items() if setting != self.baseline]
@@ -284,7 +299,7 @@ NOTE = "changes the optimization: fewer and larger updates, so accuracy has to b
 
 
 @dataclass(frozen=True)
-class Growth(JsonResult):
+class BatchGrowth(JsonResult):
     """A larger batch with higher throughput, and the learning rate for it."""
 
     json_keys: ClassVar[tuple[str, ...]] = (
@@ -308,20 +323,20 @@ class Growth(JsonResult):
             f"learning rate {self.learning_rate:g}, {self.warmup_steps} updates of warm-up"
         )
 
-    def within(self, updates: int) -> Growth:
+    def within(self, updates: int) -> BatchGrowth:
         """Return the same for a run of `updates`, with the warm-up limited to a small part of it."""
         return replace(self, warmup_steps=max(1, min(self.warmup_steps, int(WARM_UP_SHARE * updates))))
 
 
-class Growing:
+class BatchGrowthSearch:
     """The search for a larger batch; its result is kept if it is interrupted."""
 
     def __init__(self) -> None:
-        self.found: Growth | None = None
-        self.ended: str = NotMeasured.INTERRUPTED
+        self.found: BatchGrowth | None = None
+        self.ended: str = NotMeasuredReason.INTERRUPTED
         """Why no larger batch was accepted."""
 
-    def run(self, search: Search, chosen: StepSetting, speed: Speed) -> None:
+    def run(self, search: PlanSearch, chosen: StepSetting, speed: Speed) -> None:
         """Double the batch while it fits and the throughput rises beyond its interval."""
         best = speed
         for factor in FACTORS:
@@ -336,15 +351,15 @@ class Growing:
                 low=cell.speed.low * factor,
                 high=cell.speed.high * factor,
             )
-            if not wholly_above(by_sample, best):
+            if not is_interval_above(by_sample, best):
                 self.ended = f"{setting.batch} samples gained nothing beyond doubt: {by_sample.speedup:.2f}x by samples"
                 return
-            rate, rule = scaled_lr(search.facts.optimizer, search.facts.learning_rate, factor)
-            self.found, best = Growth(factor, setting, by_sample, rate, rule, WARM_UP), by_sample
+            rate, rule = scale_learning_rate(search.facts.optimizer, search.facts.learning_rate, factor)
+            self.found, best = BatchGrowth(factor, setting, by_sample, rate, rule, WARM_UP), by_sample
         self.ended = f"larger ones than {FACTORS[-1]}x were not tried"
 
 
-def scaled_lr(optimizer: str, rate: float, factor: int) -> tuple[float, str]:
+def scale_learning_rate(optimizer: str, rate: float, factor: int) -> tuple[float, str]:
     """Return the scaled learning rate and its rule: linear for SGD, square root for adaptive optimizers."""
     if optimizer.lower() == "sgd":
         return _round_rate(rate * factor), f"linear scaling for SGD: {factor}x"

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
-from halfstep.errors import HalfstepError, NoStepInTime, WrongUse, reason_in
-from halfstep.measure.plan.choice import Cell, by_speed
-from halfstep.measure.plan.not_measured import NotMeasured
-from halfstep.measure.plan.probe import UPDATES, updates_for
+from halfstep.errors import HalfstepError, NoStepInTime, WrongUse, format_error_reason
+from halfstep.measure.plan.choice import PlanCell, sort_by_speed
+from halfstep.measure.plan.not_measured import NotMeasuredReason
+from halfstep.measure.plan.probe import UPDATES, choose_update_count
 from halfstep.measure.plan.race import MemoryFit, Race, TimeBudget
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Speed
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 
 
-def fails_in_fp32(name: str, error: CandidateFailed) -> WrongUse:
+def build_fp32_error(name: str, error: CandidateFailed) -> WrongUse:
     """Return the error for a case whose step raises in strict fp32."""
     return WrongUse(
         f"{name} does not train in strict fp32: {error}",
@@ -27,7 +27,7 @@ def fails_in_fp32(name: str, error: CandidateFailed) -> WrongUse:
     )
 
 
-def no_step_in_time(name: str, seconds: float) -> NoStepInTime:
+def build_no_step_error(name: str, seconds: float) -> NoStepInTime:
     """Return the error for a case that takes no step within the time of the plan."""
     return NoStepInTime(
         f"{name} took no step in strict fp32 within the {seconds:g} s of the plan",
@@ -36,7 +36,7 @@ def no_step_in_time(name: str, seconds: float) -> NoStepInTime:
     )
 
 
-def refuse_broken_fp32(name: str, trail: Sequence[float]) -> None:
+def check_fp32_losses(name: str, trail: Sequence[float]) -> None:
     """Raise `WrongUse` if a loss is non-finite or no update was applied: such steps have no meaningful speed."""
     broken = next((number for number, loss in enumerate(trail, 1) if not math.isfinite(loss)), None)
     if broken is None and trail:
@@ -63,7 +63,7 @@ COMPILE_SHARE, LEAST_COMPILE = 0.7, 5.0
 
 
 @contextmanager
-def _replace_too_slow(why: str) -> Iterator[None]:
+def _replace_too_slow_reason(why: str) -> Iterator[None]:
     """Replace the message of `CandidateTooSlow`."""
     try:
         yield
@@ -76,7 +76,7 @@ class SettingTrials:
 
     def __init__(self, runner: Race, budget: TimeBudget, room: MemoryFit) -> None:
         self.runner, self.budget, self.room = runner, budget, room
-        self.cells: dict[StepSetting, Cell] = {}
+        self.cells: dict[StepSetting, PlanCell] = {}
         self.baseline = StepSetting()
         self.judged_after = 0
         """Updates after which losses are compared, the same for all cells; 0 if there is no time for that."""
@@ -103,37 +103,37 @@ class SettingTrials:
         except CandidateTooSlow:  # time is up: only the first step is known
             seconds = self._first
         except CandidateFailed as error:
-            raise fails_in_fp32(name, error) from None
+            raise build_fp32_error(name, error) from None
         # A placeholder of one pair, which the first race replaces.
         self.cells[setting] = replace(self.cells[setting], speed=Speed(seconds, 1.0, 1.0, 1.0, 1))
-        self.judged_after = updates_for(self.budget.seconds, self._opening, seconds)
+        self.judged_after = choose_update_count(self.budget.seconds, self._opening, seconds)
         self._record_losses(setting)
 
     def _opens_as_baseline(self, setting: StepSetting) -> bool:
         self.baseline = setting
         if not self.room.fits(setting):
-            self.cells[setting] = Cell(setting, cut=self.room.why_not(setting), peak=self.room.peak(setting))
+            self.cells[setting] = PlanCell(setting, cut=self.room.why_not(setting), peak=self.room.peak(setting))
             return False
-        self.cells[setting] = Cell(setting, cut=NotMeasured.INTERRUPTED)
+        self.cells[setting] = PlanCell(setting, cut=NotMeasuredReason.INTERRUPTED)
         before = self.budget.spent
         try:
             self.runner.enter(setting, self.budget.left)
             self._opening = self.budget.spent - before
             self._first = self.runner.first_step(setting, self.budget.left)
         except CandidateTooSlow:
-            raise no_step_in_time(self._name, self.budget.seconds) from None
+            raise build_no_step_error(self._name, self.budget.seconds) from None
         except CandidateFailed as error:
             if not error.out_of_memory:
-                raise fails_in_fp32(self._name, error) from None
-            self.cells[setting] = Cell(setting, cut=str(error))
+                raise build_fp32_error(self._name, error) from None
+            self.cells[setting] = PlanCell(setting, cut=str(error))
             return False
-        self.cells[setting] = Cell(setting, first_step=self._first, peak=self.room.peak(setting))
+        self.cells[setting] = PlanCell(setting, first_step=self._first, peak=self.room.peak(setting))
         return True
 
     def announce(self, settings: Iterable[StepSetting]) -> None:
         """Add cells that are going to be measured; if Ctrl-C comes first, that is their reason."""
         for setting in settings:
-            self.cells.setdefault(setting, Cell(setting, cut=NotMeasured.INTERRUPTED))
+            self.cells.setdefault(setting, PlanCell(setting, cut=NotMeasuredReason.INTERRUPTED))
 
     def is_ready(self, setting: StepSetting) -> bool:
         """Return whether a finalist is open and warm; a closed one is reopened, if there is memory and time."""
@@ -156,9 +156,9 @@ class SettingTrials:
     def measure(self, setting: StepSetting) -> None:
         """Measure one more cell, or record why not."""
         # Replaced below; it stays if Ctrl-C comes first.
-        self.cells[setting] = cell = Cell(setting, cut=NotMeasured.INTERRUPTED)
+        self.cells[setting] = cell = PlanCell(setting, cut=NotMeasuredReason.INTERRUPTED)
         if self._limit(setting, self._opening) <= 0:
-            self.cells[setting] = replace(cell, cut=NotMeasured.NO_TIME)
+            self.cells[setting] = replace(cell, cut=NotMeasuredReason.NO_TIME)
             return
         cell = replace(cell, peak=self.room.peak(setting))
         if not self.room.fits(setting):
@@ -186,7 +186,7 @@ class SettingTrials:
         ours, theirs = ((found.batch or 1) * found.microbatches for found in (setting, self.baseline))
         return ours / theirs
 
-    def _time(self, cell: Cell) -> None:
+    def _time(self, cell: PlanCell) -> None:
         setting = cell.setting
         try:
             first, last = self._first_and_last(setting)
@@ -198,7 +198,7 @@ class SettingTrials:
         except (CandidateFailed, HalfstepError) as error:
             self.runner.leave(setting)
             verb = "compile" if setting.compile else "run"
-            self.cells[setting] = replace(cell, cut=f"it does not {verb}: {reason_in(error)}")
+            self.cells[setting] = replace(cell, cut=f"it does not {verb}: {format_error_reason(error)}")
             return
         self.cells[setting] = replace(cell, first_step=first, trail=trail)
         hopeless = last > HOPELESS * self._seconds(self._fastest()) * self._samples(setting)
@@ -209,13 +209,13 @@ class SettingTrials:
 
     def _first_and_last(self, setting: StepSetting) -> tuple[float, float]:
         """Return the seconds of the first update and of a warm one; raise `CandidateTooSlow` with the reason."""
-        with _replace_too_slow(NotMeasured.NO_TIME):
+        with _replace_too_slow_reason(NotMeasuredReason.NO_TIME):
             self.runner.enter(setting, self.budget.left)
         limit = self._limit(setting)
-        with _replace_too_slow(self._too_slow_reason(setting, limit)):
+        with _replace_too_slow_reason(self._too_slow_reason(setting, limit)):
             first = self.runner.first_step(setting, limit)
         slowest = TOO_SLOW * self._seconds(self.baseline) * self._samples(setting)
-        with _replace_too_slow(NotMeasured.NO_TIME):
+        with _replace_too_slow_reason(NotMeasuredReason.NO_TIME):
             last = self.runner.warm(
                 setting, seconds=min(self.budget.left / 4, max(WARM_CALLS * slowest, SHORTEST_LIMIT))
             )
@@ -239,7 +239,7 @@ class SettingTrials:
         if setting.compile:
             return f"compiling took more than the {limit:.0f} s that were left for it"
         if limit < self._first_limit(setting):
-            return NotMeasured.NO_TIME
+            return NotMeasuredReason.NO_TIME
         return f"its first step took more than {limit:.3g} s; strict fp32's took {self._first:.3g} s"
 
     def race(self, settings: list[StepSetting], pairs: int) -> None:
@@ -247,7 +247,7 @@ class SettingTrials:
         try:
             found = self.runner.race(settings, baseline=self.baseline, pairs=pairs)
         except CandidateFailed as error:
-            raise fails_in_fp32(self._name, error) from None
+            raise build_fp32_error(self._name, error) from None
         for setting, speed in found.speeds.items():
             before = self.cells[setting].speed
             if before is None or before.pairs <= speed.pairs:  # an interrupted race has fewer pairs
@@ -256,7 +256,7 @@ class SettingTrials:
             if isinstance(why, CandidateFailed):
                 self._exclude_failed(setting, why)
             elif self.cells[setting].speed is None:
-                self.cells[setting] = replace(self.cells[setting], cut=NotMeasured.NO_TIME)
+                self.cells[setting] = replace(self.cells[setting], cut=NotMeasuredReason.NO_TIME)
         if found.interrupted:
             raise KeyboardInterrupt
         for setting in found.speeds:
@@ -293,7 +293,7 @@ class SettingTrials:
     def _give_up(self, setting: StepSetting, error: CandidateFailed) -> None:
         """Close a candidate that failed; raise `WrongUse` if it is strict fp32."""
         if setting == self.baseline:
-            raise fails_in_fp32(self._name, error) from None
+            raise build_fp32_error(self._name, error) from None
         self.runner.leave(setting)
         self._exclude_failed(setting, error)
 
@@ -310,7 +310,7 @@ class SettingTrials:
             self._give_up(setting, error)
             return
         if setting == self.baseline:
-            refuse_broken_fp32(self._name, trail)
+            check_fp32_losses(self._name, trail)
         self.cells[setting] = replace(self.cells[setting], trail=trail)
 
     def _makes_room_for(self, setting: StepSetting) -> bool:
@@ -330,7 +330,7 @@ class SettingTrials:
         return [setting for setting in self.cells if self.runner.is_open(setting)]
 
     def _fastest(self) -> StepSetting:
-        ranked = by_speed(self.cells.values())
+        ranked = sort_by_speed(self.cells.values())
         return ranked[0].setting if ranked else self.baseline
 
     def turn(self, *settings: StepSetting) -> float:

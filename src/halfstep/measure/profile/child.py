@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfstep.measure.worker import main
+from halfstep.measure.worker import serve_requests
 
 
-def _open(question: dict[str, Any]) -> tuple[Any, object]:
-    from halfstep.measure.profile.examined import Examined
+def _open_profiled_case(question: dict[str, Any]) -> tuple[Any, object]:
+    from halfstep.measure.profile.examined import ProfiledCase
     from halfstep.measure.subject import Subject
 
     case = Subject(question["text"], tuple(question["settings"])).open()
-    examined = Examined(case, question["precision"], question["device"])
+    examined = ProfiledCase(case, question["precision"], question["device"])
     return examined, examined.measure("", 0.0)
 
 
-def _do(examined: Any, question: dict[str, Any]) -> tuple[Any, object]:
+def _measure_stage(examined: Any, question: dict[str, Any]) -> tuple[Any, object]:
     return examined, examined.measure(question["do"], question["seconds"])
 
 
 if __name__ == "__main__":
-    main(_open, _do)
+    serve_requests(_open_profiled_case, _measure_stage)

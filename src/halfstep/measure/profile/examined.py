@@ -13,56 +13,67 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.clock import FEWEST_FOR_INTERVAL, interleaved, median_interval, time_with_core
-from halfstep.data.to_device import placed
+from halfstep.clock import (
+    FEWEST_FOR_INTERVAL,
+    compute_median_interval,
+    iterate_interleaved_times,
+    read_clock_without_queue,
+)
+from halfstep.data.to_device import move_model_to_device
 from halfstep.errors import PrecisionRefused, WrongUse
-from halfstep.measure.batches import placed as placed_batch
-from halfstep.measure.batches import resized, size_of
+from halfstep.measure.batches import count_samples, resize_batch
+from halfstep.measure.batches import move_batch as placed_batch
 from halfstep.measure.candidate import Candidate
 from halfstep.measure.case import Case, CaseData
-from halfstep.measure.conditions import Conditions, conditions
+from halfstep.measure.conditions import Conditions, collect_conditions
 from halfstep.measure.profile.facts import ANOMALY, THREADS, Feeding, ProfileFacts, SlowSwitch, StepTimes, Warming
-from halfstep.measure.profile.operations import StepLayers, kernels_of, look, measured, misaligned_groups
+from halfstep.measure.profile.operations import (
+    StepLayers,
+    group_misaligned_layers,
+    measure_misaligned_layer,
+    measure_step_kernels,
+    record_step_layers,
+)
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.timing import STABLE, Stopwatch, race, warm
-from halfstep.precision.flags import read_flags
-from halfstep.precision.hardware import ability, describe
-from halfstep.precision.names import AMP, AUTO, read_precision
-from halfstep.precision.precision import precision_named
+from halfstep.measure.timing import STABLE, Stopwatch, race_candidates, warm_up_candidate
+from halfstep.precision.flags import read_fp32_flags
+from halfstep.precision.hardware import describe_device, find_format_support
+from halfstep.precision.names import AMP, AUTO, parse_precision
+from halfstep.precision.precision import resolve_precision_name
 from halfstep.precision.select import choose_precision
-from halfstep.step.loss import Counted, loss_and_aux
+from halfstep.step.loss import Counted, split_loss_and_aux
 from halfstep.step.report import GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
 from halfstep.step.window import Window
 from halfstep.train.activation_checkpointing import checkpoint_activations
-from halfstep.train.machine import cores, cores_each
+from halfstep.train.machine import count_cores, count_cores_per_rank
 
 _MOST, _LEAST = 8, 3
 _LONGEST_REASON = 160
 
 
-class Compilations:
+class CompilationCounter:
     """The compilations by torch so far. Without any, asking is free: torch._dynamo is not imported."""
 
     def __init__(self) -> None:
-        self._last = _last(_records())
+        self._last = _select_last_record(_list_compilation_records())
 
     def since(self) -> tuple[int, float, str]:
         """Return the graphs compiled since the last call, their seconds, and the reason for the last recompile."""
-        records = _records()
+        records = _list_compilation_records()
         # torch stores only the last few records, so an index means nothing; the record's identity does.
         known = [place for place, record in enumerate(records) if record is self._last]
         new = records[known[0] + 1 :] if known else records
-        self._last = _last(records)
+        self._last = _select_last_record(records)
         reasons = [record.recompile_reason for record in new if record.recompile_reason]
         # The guard that failed, without the advice that torch appends.
         reason = reasons[-1].split("#")[0].split("(HINT")[0].strip()[:_LONGEST_REASON] if reasons else ""
         return len(new), sum(record.duration_us or 0 for record in new) / 1e6, reason
 
 
-def warm_up(step: Callable[[], object], stopwatch: Stopwatch, seconds: float) -> Warming:
+def measure_warm_up(step: Callable[[], object], stopwatch: Stopwatch, seconds: float) -> Warming:
     """Step until times agree and nothing is compiled any more, or until the time is up."""
     deadline = time.perf_counter() + seconds
-    compilations = Compilations()
+    compilations = CompilationCounter()
     rows: list[tuple[float, int, float]] = []
     reason = ""
     while len(rows) < _MOST:
@@ -81,7 +92,7 @@ def _is_settled(rows: list[tuple[float, int, float]]) -> bool:
     return not any(count for _, count, _ in rows) and max(times) - min(times) <= STABLE * max(times)
 
 
-def _records() -> list[Any]:
+def _list_compilation_records() -> list[Any]:
     if "torch._dynamo" not in sys.modules:
         return []
     from torch._dynamo.utils import get_compilation_metrics
@@ -89,7 +100,7 @@ def _records() -> list[Any]:
     return list(get_compilation_metrics())
 
 
-def _last(records: list[Any]) -> Any:
+def _select_last_record(records: list[Any]) -> Any:
     return records[-1] if records else None
 
 
@@ -98,7 +109,7 @@ _BUFFERED = 2
 """torch's default prefetch_factor: batches that each worker reads ahead. The first steps use those without waiting."""
 
 
-class _Row(NamedTuple):
+class _TimedStep(NamedTuple):
     """A step, and the wait before it."""
 
     wait: float
@@ -108,13 +119,13 @@ class _Row(NamedTuple):
     """Index in its pass over the data."""
 
 
-def fed(candidate: Candidate, data: CaseData, seconds: float) -> Feeding:
+def measure_feeding(candidate: Candidate, data: CaseData, seconds: float) -> Feeding:
     """Step until there are enough steps or the time is up; steps on prefetched batches are left out."""
-    read, read_cpu = _reading(data, seconds / 3)
-    every = _steps(candidate, data, seconds)
+    read, read_cpu = _measure_reading(data, seconds / 3)
+    every = _measure_fed_steps(candidate, data, seconds)
     rows = _drop_startup_rows(every, data.workers)
     # If each pass has a single step, all of its wait is for workers to start.
-    wait = _mean([row.wait for row in rows if row.place or not data.workers])
+    wait = _compute_mean([row.wait for row in rows if row.place or not data.workers])
     # The extra seconds per step of the first batches of all passes but the first.
     again = every[1:]
     late = [max(0.0, row.wait - wait) for row in again if row.place == 0]
@@ -123,19 +134,19 @@ def fed(candidate: Candidate, data: CaseData, seconds: float) -> Feeding:
     counts, compiling, reasons = zip(*(row.compiled for row in rows), strict=True)
     times = tuple(row.step for row in rows)
     return Feeding(
-        step=_mean(times) + wait,
+        step=_compute_mean(times) + wait,
         wait=wait,
         read=read * each,
         read_cpu=read_cpu * each,
         workers=data.workers,
-        cores=cores(),
+        cores=count_cores(),
         threads=threads,
         warming=Warming(times, counts, compiling, next((why for why in reversed(reasons) if why), "")),
         restarting=sum(late) / len(again) if data.workers and again else 0.0,
     )
 
 
-def _drop_startup_rows(rows: list[_Row], workers: int) -> list[_Row]:
+def _drop_startup_rows(rows: list[_TimedStep], workers: int) -> list[_TimedStep]:
     """Return the rows without those that waited for workers to start or used prefetched batches."""
     if not workers:
         return rows[min(1, len(rows) - _FEWEST) :]
@@ -147,20 +158,20 @@ def _drop_startup_rows(rows: list[_Row], workers: int) -> list[_Row]:
     return rows
 
 
-def _mean(values: Sequence[float]) -> float:
+def _compute_mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _reading(data: CaseData, seconds: float) -> tuple[float, float]:
+def _measure_reading(data: CaseData, seconds: float) -> tuple[float, float]:
     """Return the seconds to read a batch in this process, and the CPU seconds among them."""
     deadline = time.perf_counter() + seconds
     data.read_batch()  # the first read opens files and fills caches
     walls, busy = [], []
     for _ in range(_READS):
         # Time without a core is the machine's other work, which more workers cannot hide.
-        wall, cpu = time_with_core(), time.process_time()
+        wall, cpu = read_clock_without_queue(), time.process_time()
         data.read_batch()
-        walls.append(max(0.0, time_with_core() - wall))
+        walls.append(max(0.0, read_clock_without_queue() - wall))
         busy.append(time.process_time() - cpu)
         if time.perf_counter() >= deadline:
             break
@@ -170,15 +181,15 @@ def _reading(data: CaseData, seconds: float) -> tuple[float, float]:
     return walls[fastest], min(busy[fastest], walls[fastest])
 
 
-def _steps(candidate: Candidate, data: CaseData, seconds: float) -> list[_Row]:
+def _measure_fed_steps(candidate: Candidate, data: CaseData, seconds: float) -> list[_TimedStep]:
     deadline = time.perf_counter() + seconds
     most = _MOST_STEPS + 1 + data.workers * _BUFFERED
-    compilations = Compilations()
-    rows: list[_Row] = []
+    compilations = CompilationCounter()
+    rows: list[_TimedStep] = []
     place = -1
-    with closing(_endless(data)) as batches:
+    with closing(_iterate_endless_batches(data)) as batches:
         while len(rows) < most:
-            window, wait, begins = _next(batches, candidate)
+            window, wait, begins = _fetch_step_batches(batches, candidate)
             place = 0 if begins else place + 1
             start = time.perf_counter()
             candidate.stepper.step(candidate.loss_fn, Window(window))
@@ -186,27 +197,27 @@ def _steps(candidate: Candidate, data: CaseData, seconds: float) -> list[_Row]:
                 torch.accelerator.synchronize(candidate.device)
             took = time.perf_counter() - start
             count, compiling, reason = compilations.since()
-            rows.append(_Row(wait, took, (count, min(compiling, took), reason), place))
+            rows.append(_TimedStep(wait, took, (count, min(compiling, took), reason), place))
             if time.perf_counter() >= deadline and len(rows) >= _FEWEST:
                 break
     return rows
 
 
-def _next(batches: Iterator[tuple[bool, Any]], candidate: Candidate) -> tuple[list[Any], float, bool]:
+def _fetch_step_batches(batches: Iterator[tuple[bool, Any]], candidate: Candidate) -> tuple[list[Any], float, bool]:
     """Return the batches of a step, the seconds until they arrived, and whether they start a pass.
 
     Raises `WrongUse` if the data has no batch.
     """
-    start = time_with_core()
+    start = read_clock_without_queue()
     window = [batch for _, batch in zip(range(candidate.setting.microbatches), batches, strict=False)]
-    wait = max(0.0, time_with_core() - start)
+    wait = max(0.0, read_clock_without_queue() - start)
     if not window:
         raise WrongUse("the data gave no batch", allowed="a loader with at least one batch", do="check its samplers")
     begins = any(first for first, _ in window)
     return [placed_batch(batch, candidate.device, candidate.setting.channels_last) for _, batch in window], wait, begins
 
 
-def _endless(data: CaseData) -> Any:
+def _iterate_endless_batches(data: CaseData) -> Any:
     """Yield batches pass after pass, each with whether it is the first of a pass; stop if a pass has none."""
     while True:
         batches = data.batches()
@@ -237,14 +248,14 @@ class PlainStep:
     """
 
     def __init__(self, case: Case, device: torch.device, setting: StepSetting) -> None:
-        self._model = placed(copy.deepcopy(case.model), device, setting.channels_last)
+        self._model = move_model_to_device(copy.deepcopy(case.model), device, setting.channels_last)
         if setting.recompute:
             checkpoint_activations(self._model)
         if setting.compile:
             self._model.compile()
         self._optimizer = case.optimizer(self._model)
         batch = placed_batch(case.batch, device, setting.channels_last)
-        self._batch = resized(batch, setting.batch or size_of(batch))
+        self._batch = resize_batch(batch, setting.batch or count_samples(batch))
         self._loss_fn = case.loss_fn
         self._microbatches = setting.microbatches
         self._stopwatch = Stopwatch(device)
@@ -252,7 +263,7 @@ class PlainStep:
     def step(self) -> None:
         """Take one update."""
         for _ in range(self._microbatches):
-            loss, _ = loss_and_aux(self._loss_fn(self._model, self._batch))
+            loss, _ = split_loss_and_aux(self._loss_fn(self._model, self._batch))
             (loss.sum / loss.count if isinstance(loss, Counted) else loss).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -272,15 +283,15 @@ class MeasuredFacts:
     """Whether Ctrl-C ended the stage early; its facts are valid."""
 
 
-class Examined:
+class ProfiledCase:
     """A case with its stages. It is built once; each stage returns the facts so far with its own."""
 
     def __init__(self, case: Case, asked: str | None = None, device: str | torch.device | None = None) -> None:
         self.case = case
-        self.place = describe(device)
+        self.place = describe_device(device)
         self.device = torch.device(self.place.place)
-        self.fp32_means = fp32_means(self.device)
-        self.precision = precision_named(_resolve_precision(case, asked, self.place.place))
+        self.fp32_means = name_fp32_precision(self.device)
+        self.precision = resolve_precision_name(_resolve_precision_name(case, asked, self.place.place))
         self._asked: Candidate | None = None
         self._strict: Candidate | None = None
         self._looked: StepLayers | None = None
@@ -291,7 +302,7 @@ class Examined:
         except PrecisionRefused:
             self.passed_over = True
         self.facts = self._describe_case()
-        self._conditions = conditions(self.device)
+        self._conditions = collect_conditions(self.device)
         self._interrupted = False
 
     def measure(self, stage: str, seconds: float) -> MeasuredFacts:
@@ -302,8 +313,8 @@ class Examined:
 
     def _describe_case(self) -> ProfileFacts:
         """Return the facts known before any timing."""
-        can = ability(self.place, self.precision.needs)
-        formats = [name for name in ("bf16", "fp16") if ability(self.place, name).native]
+        can = find_format_support(self.place, self.precision.needs)
+        formats = [name for name in ("bf16", "fp16") if find_format_support(self.place, name).native]
         others = [name for name in formats if name != self.precision.name]
         return ProfileFacts(
             asked=self.precision.name,
@@ -320,11 +331,11 @@ class Examined:
     def warming(self, seconds: float) -> ProfileFacts:
         """Time the first steps; report compilations, and why a step does not train."""
         reports: list[StepReport] = []
-        found = warm_up(lambda: reports.append(self.asked.step()), Stopwatch(self.device), seconds)
+        found = measure_warm_up(lambda: reports.append(self.asked.step()), Stopwatch(self.device), seconds)
         while reports[-1].reason == GRADIENT_OVERFLOW and len(reports) < _LONGEST_FALL:
             reports.append(self.asked.step())  # the loss scale has to settle first
         compiles = self.case.setting.compile or any(found.compiled)
-        return replace(self.facts, warming=found, compiles=compiles, idle=_idle(reports[-1]))
+        return replace(self.facts, warming=found, compiles=compiles, idle=_explain_idle_step(reports[-1]))
 
     def race(self, seconds: float) -> ProfileFacts:
         """Race the requested precision against strict fp32.
@@ -334,9 +345,9 @@ class Examined:
         candidates: dict[str, Any] = {"fp32": self.strict, "asked": self.asked}
         if self.fp32_means not in _STRICT:
             candidates["own fp32"] = PlainStep(self.case, self.device, self.case.setting)
-        turn = sum(warm(candidate, seconds=seconds / 4) for candidate in candidates.values())
+        turn = sum(warm_up_candidate(candidate, seconds=seconds / 4) for candidate in candidates.values())
         pairs = min(_MOST_PAIRS, max(FEWEST_FOR_INTERVAL, int(seconds / 2 / max(turn, 1e-9))))
-        raced = race(candidates, baseline="fp32", pairs=pairs, seconds=_PATIENCE * seconds)
+        raced = race_candidates(candidates, baseline="fp32", pairs=pairs, seconds=_PATIENCE * seconds)
         # Ctrl-C came before the first pair.
         if "asked" not in raced.speeds:
             raise KeyboardInterrupt
@@ -351,13 +362,13 @@ class Examined:
         found = []
         for candidate in (self.asked, self.strict):
             steps = 1 if candidate.seconds() > min(_LONG_STEP, seconds / 8) else 5
-            found.append(kernels_of(candidate.step, self.device, steps))
+            found.append(measure_step_kernels(candidate.step, self.device, steps))
         return replace(self.facts, kernels=found[0], fp32_kernels=found[1])
 
     def switches(self, seconds: float) -> ProfileFacts:
         """Time the step without what the case's own code has left on: anomaly mode, or fewer threads than cores."""
         found: list[SlowSwitch] = []
-        threads, most = torch.get_num_threads(), cores_each()
+        threads, most = torch.get_num_threads(), count_cores_per_rank()
         if torch.is_anomaly_enabled():
             found.append(self._race_without(ANOMALY, "on", lambda: torch.set_anomaly_enabled(False), seconds))
         if self.device.type == "cpu" and threads < most:
@@ -380,8 +391,8 @@ class Examined:
                 restore()
 
         pairs = min(_MOST_PAIRS, max(FEWEST_FOR_INTERVAL, int(seconds / 2 / max(2 * self.asked.seconds(), 1e-9))))
-        turns = list(interleaved({"now": self.asked.seconds, "changed": changed}, pairs))
-        low, high = median_interval([turn["now"] / turn["changed"] for turn in turns])
+        turns = list(iterate_interleaved_times({"now": self.asked.seconds, "changed": changed}, pairs))
+        low, high = compute_median_interval([turn["now"] / turn["changed"] for turn in turns])
         now, without = (statistics.median(turn[name] for turn in turns) for name in ("now", "changed"))
         return SlowSwitch(name, value, now, without, low, high)
 
@@ -393,16 +404,16 @@ class Examined:
         """Time layers with misaligned channels as they are and padded."""
         # A single layer is timed in the requested precision, so layers that ran in fp32 cannot be compared.
         narrow = self.precision.computes.name not in ("fp32", "tf32")
-        groups = misaligned_groups(self.looked, without=self.looked.wide if narrow else ())[:_PADDED_GROUPS]
+        groups = group_misaligned_layers(self.looked, without=self.looked.wide if narrow else ())[:_PADDED_GROUPS]
         each = seconds / max(1, len(groups))
-        found = [measured(layers, share, self.precision, self.device, each) for layers, share in groups]
+        found = [measure_misaligned_layer(layers, share, self.precision, self.device, each) for layers, share in groups]
         return replace(self.facts, misaligned=tuple(found))
 
     def feeding(self, seconds: float) -> ProfileFacts:
         """Time steps on batches as training reads them; nothing if the case has only one batch."""
         if self.case.data is None:
             return self.facts
-        return replace(self.facts, feeding=fed(self.asked, self.case.data(), seconds))
+        return replace(self.facts, feeding=measure_feeding(self.asked, self.case.data(), seconds))
 
     @property
     def asked(self) -> Candidate:
@@ -422,7 +433,7 @@ class Examined:
     def looked(self) -> StepLayers:
         """Return the layers and FLOPs of a step, measured on first use."""
         if self._looked is None:
-            self._looked = look(self.asked.model, self.asked.step)
+            self._looked = record_step_layers(self.asked.model, self.asked.step)
         return self._looked
 
     def _candidate(self, precision: str) -> Candidate:
@@ -430,26 +441,26 @@ class Examined:
         return Candidate(self.case, replace(self.case.setting, precision=precision), self.device, observe=False)
 
 
-class Stage(NamedTuple):
+class ProfileStage(NamedTuple):
     """A stage of the profile, and its share of the time."""
 
-    measure: Callable[[Examined, float], ProfileFacts]
+    measure: Callable[[ProfiledCase, float], ProfileFacts]
     share: float
 
 
 # "warming" comes first: it finds a case that does not run, or whose updates are skipped.
-STAGES: dict[str, Stage] = {
-    "warming": Stage(Examined.warming, 0.15),
-    "feeding": Stage(Examined.feeding, 0.15),
-    "race": Stage(Examined.race, 0.3),
-    "kernels": Stage(Examined.kernels, 0.1),
-    "work": Stage(Examined.work, 0.05),
-    "switches": Stage(Examined.switches, 0.1),
-    "padding": Stage(Examined.padding, 0.15),
+STAGES: dict[str, ProfileStage] = {
+    "warming": ProfileStage(ProfiledCase.warming, 0.15),
+    "feeding": ProfileStage(ProfiledCase.feeding, 0.15),
+    "race": ProfileStage(ProfiledCase.race, 0.3),
+    "kernels": ProfileStage(ProfiledCase.kernels, 0.1),
+    "work": ProfileStage(ProfiledCase.work, 0.05),
+    "switches": ProfileStage(ProfiledCase.switches, 0.1),
+    "padding": ProfileStage(ProfiledCase.padding, 0.15),
 }
 
 
-def _idle(report: StepReport) -> str:
+def _explain_idle_step(report: StepReport) -> str:
     """Return why a step did not train; empty if it did."""
     if report.applied:
         return ""
@@ -459,19 +470,19 @@ def _idle(report: StepReport) -> str:
     return f"{what}: the times of skipped steps mean nothing"
 
 
-def fp32_means(device: torch.device) -> str:
+def name_fp32_precision(device: torch.device) -> str:
     """Return how fp32 is multiplied at present: `ieee`, or the faster format that torch's flags allow."""
-    now = read_flags()
+    now = read_fp32_flags()
     found = [now[name] for name in _SWITCHES.get(device.type, ())]
     if device.type == "cpu":
-        # Not among the flags that `read_flags` reports.
+        # Not among the flags that `read_fp32_flags` reports.
         found.append(torch.backends.mkldnn.conv.fp32_precision)  # type: ignore[attr-defined]
     return next((word for word in found if word not in _STRICT), "ieee")
 
 
-def _resolve_precision(case: Case, asked: str | None, place: str) -> str:
+def _resolve_precision_name(case: Case, asked: str | None, place: str) -> str:
     """Return the precision's name. A case without one gets `auto`: there is no reason to profile fp32."""
-    named = read_precision(asked or case.requested_precision)
+    named = parse_precision(asked or case.requested_precision)
     if named.name not in (AUTO, AMP):
         return named.name
     return choose_precision(named.name, device=place, fallback=True).precision.name

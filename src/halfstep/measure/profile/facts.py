@@ -40,7 +40,7 @@ class Warming:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelTimes:
     """The time of a step on a fixed batch, by part; the shares add up to 1."""
 
     shares: Mapping[str, float]
@@ -230,8 +230,8 @@ class ProfileFacts(JsonResult):
     compiles: bool = False
     warming: Warming | None = None
     race: StepTimes | None = None
-    kernels: Kernels | None = None
-    fp32_kernels: Kernels | None = None
+    kernels: KernelTimes | None = None
+    fp32_kernels: KernelTimes | None = None
     work: FlopsByFormat | None = None
     misaligned: tuple[MisalignedLayer, ...] = ()
     switches: tuple[SlowSwitch, ...] = ()
@@ -263,7 +263,7 @@ class ProfileFacts(JsonResult):
     @property
     def ceiling(self) -> float | None:
         """Return the speed-up over strict fp32 if matrix work took no time, by Amdahl's law."""
-        return amdahl(self.fp32_kernels.matrix) if self.fp32_kernels else None
+        return compute_amdahl_speedup(self.fp32_kernels.matrix) if self.fp32_kernels else None
 
     @property
     def ceiling_with_data(self) -> float | None:
@@ -288,7 +288,7 @@ class ProfileFacts(JsonResult):
         return self.feeding.fed(self.speed.fp32) / asked if asked > 0 else None
 
 
-def amdahl(share: float) -> float:
+def compute_amdahl_speedup(share: float) -> float:
     """Return the speed-up if the work with this share of the time took none."""
     return 1 / (1 - share) if share < 1 else float("inf")
 
@@ -296,29 +296,29 @@ def amdahl(share: float) -> float:
 _NESTED = {
     "warming": Warming,
     "race": StepTimes,
-    "kernels": Kernels,
-    "fp32_kernels": Kernels,
+    "kernels": KernelTimes,
+    "fp32_kernels": KernelTimes,
     "work": FlopsByFormat,
     "feeding": Feeding,
 }
 
 
-def read_facts(known: Mapping[str, Any]) -> ProfileFacts:
+def build_profile_facts(known: Mapping[str, Any]) -> ProfileFacts:
     """Return the facts from a child's answers; other keys are ignored."""
     given = {name.name: known[name.name] for name in fields(ProfileFacts) if name.name in known}
     for name, kind in _NESTED.items():
         if given.get(name) is not None:
-            given[name] = _read_json(kind, given[name])
-    given["misaligned"] = tuple(_read_json(MisalignedLayer, one) for one in given.get("misaligned", ()))
-    given["switches"] = tuple(_read_json(SlowSwitch, one) for one in given.get("switches", ()))
+            given[name] = _build_from_json(kind, given[name])
+    given["misaligned"] = tuple(_build_from_json(MisalignedLayer, one) for one in given.get("misaligned", ()))
+    given["switches"] = tuple(_build_from_json(SlowSwitch, one) for one in given.get("switches", ()))
     for name in ("subject", "skipped"):
         given[name] = tuple(given.get(name, ()))
     return ProfileFacts(**given)
 
 
-def _read_json(kind: Any, known: Any) -> Any:
+def _build_from_json(kind: Any, known: Any) -> Any:
     # JSON has no tuples.
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
     if plain.get("warming") is not None:
-        plain["warming"] = _read_json(Warming, plain["warming"])
+        plain["warming"] = _build_from_json(Warming, plain["warming"])
     return kind(**plain)

@@ -30,15 +30,15 @@ from halfstep.measure.profile.facts import (
     UPDATE,
     WIDE,
     FlopsByFormat,
-    Kernels,
+    KernelTimes,
     MisalignedLayer,
 )
 from halfstep.measure.timing import Stopwatch
-from halfstep.observe.flops import computed_in, flops
-from halfstep.observe.recorder import Operation, Recorder, eagerly
-from halfstep.precision.island import islands
+from halfstep.observe.flops import count_flops, name_operation_format
+from halfstep.observe.recorder import Operation, Recorder, run_eagerly
+from halfstep.precision.island import find_islands
 from halfstep.precision.precision import Precision
-from halfstep.user_code import HALFSTEP, TORCH, running_line
+from halfstep.user_code import HALFSTEP, TORCH, find_running_line
 
 TINY = 20_000
 """Nanoseconds. A CPU operation that takes less is counted as dispatch: its cost is not arithmetic."""
@@ -73,13 +73,13 @@ class ProfilerEvent(NamedTuple):
     on_device: bool = False
 
 
-def kernels_of(step: Callable[[], object], device: torch.device, steps: int = 5) -> Kernels:
+def measure_step_kernels(step: Callable[[], object], device: torch.device, steps: int = 5) -> KernelTimes:
     """Return the parts of warmed-up steps. Compiled code runs eagerly, because compiled CPU kernels have no names."""
     activities = [ProfilerActivity.CPU]
     if device.type != "cpu":
         activities.append(ProfilerActivity.XPU if device.type == "xpu" else ProfilerActivity.CUDA)
     starts: list[int] = []
-    with eagerly():
+    with run_eagerly():
         with profile(activities=activities, record_shapes=True) as recorded, LineSampler() as sampled:
             for _ in range(steps):
                 with torch.profiler.record_function(_STEP):
@@ -87,17 +87,17 @@ def kernels_of(step: Callable[[], object], device: torch.device, steps: int = 5)
                     step()
                     if device.type != "cpu":
                         torch.accelerator.synchronize(device)
-        events = list(map(_to_profiler_event, recorded.profiler.kineto_results.events()))
+        events = list(map(_convert_profiler_event, recorded.profiler.kineto_results.events()))
     recorded_starts = sorted(event.start for event in events if event.name == _STEP and not event.on_device)
     # The profiler has its own clock.
     shift = recorded_starts[0] - starts[0] if recorded_starts else 0
-    return summed(events, [(at + shift, line) for at, line in sampled.lines])
+    return sum_profiler_events(events, [(at + shift, line) for at, line in sampled.lines])
 
 
 _STEP = "halfstep: a step"
 
 
-def summed(events: Iterable[ProfilerEvent], lines: Sequence[tuple[int, str | None]] = ()) -> Kernels:
+def sum_profiler_events(events: Iterable[ProfilerEvent], lines: Sequence[tuple[int, str | None]] = ()) -> KernelTimes:
     """Return shares of the time of the fastest step, which was disturbed least.
 
     Device time counts if there is any, otherwise the time of operations. `lines` are running lines of the user's code,
@@ -108,7 +108,7 @@ def summed(events: Iterable[ProfilerEvent], lines: Sequence[tuple[int, str | Non
     fastest = min(steps, key=lambda event: event.end - event.start, default=ProfilerEvent(_STEP, 0, 0))
     wall = fastest.end - fastest.start
     seen = [event for event in seen if fastest.start <= event.start < fastest.end]
-    placed = _place_events([event for event in seen if not event.on_device])
+    placed = _compute_self_times([event for event in seen if not event.on_device])
     device = [event for event in seen if event.on_device and event.asked_by in placed]
     if device:
         spent = [(placed[event.asked_by][:2], event.end - event.start) for event in device]
@@ -122,9 +122,9 @@ def summed(events: Iterable[ProfilerEvent], lines: Sequence[tuple[int, str | Non
         operation = _OPERATION.match(event.name)
         if operation is None:
             continue
-        part = UPDATE if updating else _part(operation[1], event.dtypes)
+        part = UPDATE if updating else _classify_operation(operation[1], event.dtypes)
         parts[part] += own
-        by_name[f"{operation[1]} [{_operand_format(event.dtypes)}]"] += own
+        by_name[f"{operation[1]} [{_find_operand_format(event.dtypes)}]"] += own
         other[operation[1]] += own if part == OTHER else 0
         convolutions += own if part == NARROW and _CONVOLUTION.search(operation[1]) else 0
     # Work on several streams or threads can add up to more than the wall time.
@@ -132,9 +132,9 @@ def summed(events: Iterable[ProfilerEvent], lines: Sequence[tuple[int, str | Non
     shares = {HOST: max(0.0, 1 - sum(parts.values()) / whole), **{name: own / whole for name, own in parts.items()}}
     top, most_other, code = (
         {name: own / whole for name, own in counted.most_common(_SHOWN) if own}
-        for counted in (by_name, other, _gaps_by_line(seen, fastest, lines))
+        for counted in (by_name, other, _sum_gaps_by_line(seen, fastest, lines))
     )
-    return Kernels(shares, convolutions / whole, top, most_other, code)
+    return KernelTimes(shares, convolutions / whole, top, most_other, code)
 
 
 _LONG_GAP = 1_000_000
@@ -160,7 +160,7 @@ class LineSampler:
                 frame = frame.f_back
             # Where halfstep itself waits for the device, the program that called it is not the cause.
             theirs = frame is not None and not frame.f_code.co_filename.startswith(HALFSTEP)
-            self.lines.append((time.perf_counter_ns(), running_line(frame) if theirs else None))
+            self.lines.append((time.perf_counter_ns(), find_running_line(frame) if theirs else None))
 
     def __enter__(self) -> LineSampler:
         self._thread.start()
@@ -171,7 +171,7 @@ class LineSampler:
         self._thread.join()
 
 
-def _gaps_by_line(
+def _sum_gaps_by_line(
     events: list[ProfilerEvent], step: ProfilerEvent, lines: Sequence[tuple[int, str | None]]
 ) -> Counter[str]:
     """Return the nanoseconds of long gaps between the operations of a step, by the line that ran in each."""
@@ -188,21 +188,21 @@ def _gaps_by_line(
     return found
 
 
-def _part(operation: str, dtypes: tuple[str, ...]) -> str:
+def _classify_operation(operation: str, dtypes: tuple[str, ...]) -> str:
     if _COPY.match(operation):
         return COPIES
     if not _MATRIX.fullmatch(operation):
         return OTHER
-    return NARROW if _operand_format(dtypes) in ("bf16", "fp16") else WIDE
+    return NARROW if _find_operand_format(dtypes) in ("bf16", "fp16") else WIDE
 
 
-def _operand_format(dtypes: tuple[str, ...]) -> str:
+def _find_operand_format(dtypes: tuple[str, ...]) -> str:
     """Return the format of the second floating argument, an operand of every product; the first may be a bias."""
     floating = [_FORMATS[name] for name in dtypes if name in _FORMATS]
     return floating[min(1, len(floating) - 1)] if floating else "-"
 
 
-def _place_events(events: list[ProfilerEvent]) -> dict[int, tuple[ProfilerEvent, bool, int]]:
+def _compute_self_times(events: list[ProfilerEvent]) -> dict[int, tuple[ProfilerEvent, bool, int]]:
     """Return by id: each event, whether it ran in an optimizer's update, and its self time."""
     threads: dict[int, list[ProfilerEvent]] = defaultdict(list)
     for event in events:
@@ -225,7 +225,7 @@ def _place_events(events: list[ProfilerEvent]) -> dict[int, tuple[ProfilerEvent,
     return found
 
 
-def _to_profiler_event(event: Any) -> ProfilerEvent:
+def _convert_profiler_event(event: Any) -> ProfilerEvent:
     on_device = event.device_type() != DeviceType.CPU
     start, name = event.start_ns(), event.name()
     return ProfilerEvent(
@@ -245,7 +245,7 @@ _WIDE = ("fp32", "fp64", "tf32")
 
 
 @dataclass(frozen=True)
-class Layer:
+class RecordedLayer:
     """A layer that ran, and the tensor passed to it."""
 
     name: str
@@ -262,26 +262,26 @@ class StepLayers:
     """The work of one step, its layers with channels, and the FLOPs by module."""
 
     work: FlopsByFormat
-    layers: tuple[Layer, ...]
+    layers: tuple[RecordedLayer, ...]
     flops: dict[str, int]
     wide: frozenset[str] = frozenset()
     """Modules that did work in fp32."""
 
 
-def look(model: nn.Module, step: Callable[[], object]) -> StepLayers:
+def record_step_layers(model: nn.Module, step: Callable[[], object]) -> StepLayers:
     """Record one step. Compiled code runs eagerly meanwhile; its compiled form is kept."""
     by_format: Counter[str] = Counter()
     by_module: Counter[str] = Counter()
     wide: Counter[str] = Counter()
     wide_modules: set[str] = set()
-    declared = tuple(islands(model))
+    declared = tuple(find_islands(model))
 
     def listen(operation: Operation) -> None:
-        work = flops(operation)
+        work = count_flops(operation)
         # An operation that torch widens itself, for lack of a kernel, is not the module's fp32.
-        if not work or (operation.widened and computed_in(operation) == "fp32"):
+        if not work or (operation.widened and name_operation_format(operation) == "fp32"):
             return
-        found = computed_in(operation)
+        found = name_operation_format(operation)
         by_format[found] += work
         by_module[operation.module] += work
         if found in _WIDE:
@@ -290,12 +290,12 @@ def look(model: nn.Module, step: Callable[[], object]) -> StepLayers:
             wide[next(around, module or "(the model itself)")] += work
             wide_modules.add(operation.module)
 
-    layers: dict[str, Layer] = {}
+    layers: dict[str, RecordedLayer] = {}
     with ExitStack() as watching:
-        watching.enter_context(eagerly())
+        watching.enter_context(run_eagerly())
         for name, module in model.named_modules():
-            if channels(module):
-                handle = module.register_forward_hook(_noting(layers, name.replace("_orig_mod.", "")))
+            if find_layer_channels(module):
+                handle = module.register_forward_hook(_create_layer_hook(layers, name.replace("_orig_mod.", "")))
                 watching.callback(handle.remove)
         watching.enter_context(Recorder(model, listen))
         step()
@@ -303,7 +303,7 @@ def look(model: nn.Module, step: Callable[[], object]) -> StepLayers:
     return StepLayers(work, tuple(layers.values()), dict(by_module), frozenset(wide_modules))
 
 
-def channels(module: nn.Module) -> tuple[int, int] | None:
+def find_layer_channels(module: nn.Module) -> tuple[int, int] | None:
     """Return the in and out channels of a layer that is one matrix product over both; else None, as for groups."""
     if "forward" in vars(module) or not type(module).forward.__module__.startswith("torch.nn."):
         return None  # a custom forward may compute anything
@@ -314,44 +314,46 @@ def channels(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def misaligned_groups(
+def group_misaligned_layers(
     looked: StepLayers, least: float = 0.05, *, without: Collection[str] = ()
-) -> list[tuple[list[Layer], float]]:
+) -> list[tuple[list[RecordedLayer], float]]:
     """Return groups of identical misaligned layers with their share of FLOPs, largest first."""
     total = sum(looked.flops.values())
-    groups: dict[Any, list[Layer]] = defaultdict(list)
+    groups: dict[Any, list[RecordedLayer]] = defaultdict(list)
     for layer in looked.layers:
-        pair = channels(layer.module)
+        pair = find_layer_channels(layer.module)
         if pair and layer.name not in without and any(count % ALIGNED for count in pair):
-            groups[_layer_key(layer)].append(layer)
+            groups[_build_layer_key(layer)].append(layer)
     shares = [
         (group, sum(looked.flops.get(layer.name, 0) for layer in group) / max(total, 1)) for group in groups.values()
     ]
     return sorted([(group, share) for group, share in shares if share >= least], key=lambda pair: -pair[1])
 
 
-def _layer_key(layer: Layer) -> tuple[Any, ...]:
+def _build_layer_key(layer: RecordedLayer) -> tuple[Any, ...]:
     module: Any = layer.module
     geometry = tuple(str(getattr(module, name, "")) for name in ("kernel_size", "stride", "padding", "dilation"))
     return (
         type(module).__name__,
-        channels(module),
+        find_layer_channels(module),
         geometry,
         (layer.shape, layer.dtype, layer.layout),
         (layer.needs_gradient, *(parameter.requires_grad for parameter in layer.module.parameters())),
     )
 
 
-def _noting(layers: dict[str, Layer], name: str) -> Callable[[nn.Module, Any, Any], None]:
+def _create_layer_hook(layers: dict[str, RecordedLayer], name: str) -> Callable[[nn.Module, Any, Any], None]:
     def note(module: nn.Module, inputs: Any, _output: Any) -> None:
         if inputs and isinstance(inputs[0], Tensor):
             given = inputs[0]
-            layers[name] = Layer(name, module, tuple(given.shape), given.dtype, layout_of(given), given.requires_grad)
+            layers[name] = RecordedLayer(
+                name, module, tuple(given.shape), given.dtype, find_memory_format(given), given.requires_grad
+            )
 
     return note
 
 
-def layout_of(tensor: Tensor) -> torch.memory_format:
+def find_memory_format(tensor: Tensor) -> torch.memory_format:
     """Return the memory format of a tensor: channels_last, channels_last_3d or contiguous."""
     for dimensions, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if tensor.dim() == dimensions and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous():
@@ -362,16 +364,16 @@ def layout_of(tensor: Tensor) -> torch.memory_format:
 _PAIRS, _FEWEST = 100, 16
 
 
-def next_multiple(count: int) -> int:
+def align_channel_count(count: int) -> int:
     """Return the next multiple of 8."""
     return -(-count // ALIGNED) * ALIGNED
 
 
-def padded(module: Any) -> nn.Module:
+def build_padded_layer(module: Any) -> nn.Module:
     """Return a layer of the same kind with random weights and channels that are multiples of 8."""
-    before = channels(module)
+    before = find_layer_channels(module)
     assert before is not None, "only layers with channels are padded"
-    inward, outward = map(next_multiple, before)
+    inward, outward = map(align_channel_count, before)
     bias, place = module.bias is not None, {"device": module.weight.device, "dtype": module.weight.dtype}
     if isinstance(module, nn.Linear):
         return _freeze_like(module, nn.Linear(inward, outward, bias, **place))
@@ -382,7 +384,7 @@ def padded(module: Any) -> nn.Module:
     # A subclass may have another constructor; its torch base class is built instead.
     kind = next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn"))
     made: Any = kind(inward, outward, bias=bias, **more, **place)
-    layout = layout_of(module.weight)
+    layout = find_memory_format(module.weight)
     return _freeze_like(module, made if layout is torch.contiguous_format else made.to(memory_format=layout))
 
 
@@ -393,40 +395,50 @@ def _freeze_like(module: nn.Module, made: nn.Module) -> nn.Module:
     return made
 
 
-def measured(
-    layers: list[Layer], share: float, precision: Precision, device: torch.device, seconds: float
+def measure_misaligned_layer(
+    layers: list[RecordedLayer], share: float, precision: Precision, device: torch.device, seconds: float
 ) -> MisalignedLayer:
     """Time forward and backward of one of these identical layers, as it is and padded, in turns."""
     first = layers[0]
-    wide = padded(first.module)
-    now, then = channels(first.module), channels(wide)
+    wide = build_padded_layer(first.module)
+    now, then = find_layer_channels(first.module), find_layer_channels(wide)
     assert now is not None
     assert then is not None
     stopwatch = Stopwatch(device)
     timers = {
-        name: _timer(stopwatch, module, _shape(first, module), first, precision, device)
+        name: _create_layer_timer(stopwatch, module, _compute_input_shape(first, module), first, precision, device)
         for name, module in (("now", copy.deepcopy(first.module)), ("padded", wide))
     }
     for timer in timers.values():
         timer()
     deadline = time.perf_counter() + seconds
     rounds = []
-    for times in clock.interleaved(timers, _PAIRS):
+    for times in clock.iterate_interleaved_times(timers, _PAIRS):
         rounds.append(times)
         if len(rounds) >= _FEWEST and time.perf_counter() >= deadline:
             break
     # The fastest half by their total, so that the selection favors neither of the two.
     rounds = sorted(rounds, key=lambda times: sum(times.values()))[: max(_FEWEST // 2, len(rounds) // 2)]
-    low, high = clock.median_interval([times["now"] / times["padded"] for times in rounds])
+    low, high = clock.compute_median_interval([times["now"] / times["padded"] for times in rounds])
     median = {name: statistics.median(times[name] for times in rounds) for name in timers}
     names = tuple(layer.name for layer in layers)
     kind = type(first.module).__name__
-    return MisalignedLayer(names, _arrow(now), _arrow(then), share, median["now"], median["padded"], low, high, kind)
+    return MisalignedLayer(
+        names,
+        _format_channel_pair(now),
+        _format_channel_pair(then),
+        share,
+        median["now"],
+        median["padded"],
+        low,
+        high,
+        kind,
+    )
 
 
-def _shape(layer: Layer, module: nn.Module) -> tuple[int, ...]:
+def _compute_input_shape(layer: RecordedLayer, module: nn.Module) -> tuple[int, ...]:
     """Return the shape of the layer's input, with the module's number of channels."""
-    pair = channels(module)
+    pair = find_layer_channels(module)
     assert pair is not None
     if isinstance(module, nn.Linear):
         return (*layer.shape[:-1], pair[0])
@@ -435,11 +447,11 @@ def _shape(layer: Layer, module: nn.Module) -> tuple[int, ...]:
     return (*layer.shape[:where], pair[0], *layer.shape[where + 1 :])
 
 
-def _timer(
+def _create_layer_timer(
     stopwatch: Stopwatch,
     module: nn.Module,
     shape: tuple[int, ...],
-    layer: Layer,
+    layer: RecordedLayer,
     precision: Precision,
     device: torch.device,
 ) -> Callable[[], float]:
@@ -457,16 +469,16 @@ def _timer(
 
     # One thread does all the work there, so its own CPU time excludes other load on the machine.
     if device.type == "cpu" and torch.get_num_threads() == 1:
-        return lambda: _thread_seconds(step)
+        return lambda: _measure_thread_seconds(step)
     return lambda: stopwatch.seconds(step)
 
 
-def _thread_seconds(step: Callable[[], None]) -> float:
+def _measure_thread_seconds(step: Callable[[], None]) -> float:
     """Return the CPU seconds of this thread."""
     start = time.thread_time()
     step()
     return time.thread_time() - start
 
 
-def _arrow(pair: tuple[int, int]) -> str:
+def _format_channel_pair(pair: tuple[int, int]) -> str:
     return f"{pair[0]}->{pair[1]}"

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from halfstep.clock import FEWEST_FOR_INTERVAL
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.json_data import JsonResult
-from halfstep.measure.conditions import Conditions, busy, in_words
+from halfstep.measure.conditions import Conditions, describe_conditions, describe_load_problem
 from halfstep.measure.profile.causes import Cause
 from halfstep.measure.profile.facts import PARTS, ProfileFacts
-from halfstep.measure.profile.next_command import layers
-from halfstep.numbers import duration, several
-from halfstep.page import Bar, Bars, Block, Charts, Command, Heading, Page, Pairs, Paragraph, Piece, Span
+from halfstep.measure.profile.next_command import format_layer_names
+from halfstep.numbers import format_counted_noun, format_duration
+from halfstep.page import Bar, BarPiece, Bars, Block, Charts, Heading, Instruction, Page, Pairs, Paragraph, Span
 
 _FINE = "already-fast"
 _NAME_WIDTH = 34
@@ -21,7 +21,7 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Profile(JsonResult, ShownAsPage):
+class Profile(JsonResult, PageResult):
     """The parts of a step's time, the cause of a missing speed-up, and its remedy."""
 
     facts: ProfileFacts
@@ -47,51 +47,51 @@ class Profile(JsonResult, ShownAsPage):
             blocks.append(Paragraph(Span("interrupted: measurements so far", "warn")))
         verdict = Span(cause.id, "good" if cause.id == _FINE else "warn", strong=True)
         blocks += [Paragraph((verdict, f": {cause.sentence}")), Paragraph(f"do: {cause.do}", indent=True)]
-        blocks.append(Command(cause.command))
+        blocks.append(Instruction(cause.command))
         if cause.evidence:
             blocks += [Heading("Evidence"), Paragraph(cause.evidence, indent=True)]
-        blocks += [*_speed(facts), *_shares(facts), *_layers(facts)]
+        blocks += [*_build_speed_blocks(facts), *_build_share_blocks(facts), *_build_layer_blocks(facts)]
         also = {cause.id: cause.sentence for cause in self.others}
         also |= {f"not measured: {name}": why for name, why in self.skipped.items()}
         if also:
-            blocks += [Heading("Also"), _pairs(also)]
+            blocks += [Heading("Also"), _build_pairs(also)]
         if self.conditions:
-            blocks += [Heading("Conditions"), Paragraph(Span(in_words(self.conditions), "dim"), indent=True)]
-            if warning := busy(self.conditions):
+            blocks += [Heading("Conditions"), Paragraph(Span(describe_conditions(self.conditions), "dim"), indent=True)]
+            if warning := describe_load_problem(self.conditions):
                 blocks.append(Paragraph(Span(warning, "warn"), indent=True))
         return Page(f"profile of {self.subject or 'a step'}", tuple(blocks))
 
 
-def _pairs(rows: Mapping[str, str]) -> Pairs:
+def _build_pairs(rows: Mapping[str, str]) -> Pairs:
     return Pairs(tuple(rows.items()), widest=_NAME_WIDTH)
 
 
-def _speed(facts: ProfileFacts) -> Iterator[Block]:
+def _build_speed_blocks(facts: ProfileFacts) -> Iterator[Block]:
     race = facts.race
     if race is None:
         return
-    rows = {"strict fp32": duration(race.fp32)}
+    rows = {"strict fp32": format_duration(race.fp32)}
     if race.own_fp32 is not None:
-        rows[f"fp32 as set here ({facts.fp32_means})"] = duration(race.own_fp32)
+        rows[f"fp32 as set here ({facts.fp32_means})"] = format_duration(race.own_fp32)
     if facts.asked != "fp32":
-        pairs = several(race.pairs, "pair")
+        pairs = format_counted_noun(race.pairs, "pair")
         gain = f"{race.speedup:.2f}x of strict fp32 ({race.low:.2f}-{race.high:.2f}x over {pairs})"
         # Fewer pairs have no confidence interval.
         if race.pairs < FEWEST_FOR_INTERVAL:
             gain = f"not measured well enough: {pairs}"
-        rows[facts.asked] = f"{duration(race.asked)}, {gain}"
+        rows[facts.asked] = f"{format_duration(race.asked)}, {gain}"
     feeding = facts.feeding
     if feeding is not None:
-        rows["with data"] = f"{duration(feeding.step)}, of which {duration(feeding.wait)} waiting"
+        rows["with data"] = f"{format_duration(feeding.step)}, of which {format_duration(feeding.wait)} waiting"
         if facts.with_data is not None:
             rows["speed-up with data loading"] = f"{facts.with_data:.2f}x"
     if facts.ceiling is not None:
         rows["ceiling"] = f"{facts.ceiling:.2f}x if matrix work took no time at all"
     yield Heading("Speed", "a step on a fixed batch")
-    yield _pairs(rows)
+    yield _build_pairs(rows)
 
 
-def _shares(facts: ProfileFacts) -> Iterator[Block]:
+def _build_share_blocks(facts: ProfileFacts) -> Iterator[Block]:
     if not facts.shares:
         return
     bars = []
@@ -99,25 +99,26 @@ def _shares(facts: ProfileFacts) -> Iterator[Block]:
         share = facts.shares.get(part, 0.0)
         if part == "narrow" and facts.format in ("bf16", "fp16"):
             words = f"matrix work in {facts.format}"
-        bars.append(Bar(words, f"{share:.0%}", (Piece("share", share),)))
+        bars.append(Bar(words, f"{share:.0%}", (BarPiece("share", share),)))
     yield Heading("Where a step's time goes", f"in {facts.asked}")
     yield Charts((Bars("share of a step", tuple(bars), whole=1.0),), terminal=True)
 
 
-def _layers(facts: ProfileFacts) -> Iterator[Block]:
+def _build_layer_blocks(facts: ProfileFacts) -> Iterator[Block]:
     work = facts.work
     if facts.format not in ("fp32", "tf32") and work and work.total:
         shares = {name: flops / work.total for name, flops in list(work.wide.items())[:_SHOWN]}
         shown = {name: f"{share:.0%}" for name, share in shares.items() if share >= 0.01}
         if shown:
             yield Heading("Modules that still compute in fp32", "share of FLOPs")
-            yield _pairs(shown)
+            yield _build_pairs(shown)
     if facts.misaligned:
         yield Heading("Channels that are no multiple of 8", "forward and backward, as is and padded")
-        yield _pairs(
+        yield _build_pairs(
             {
-                layers(row.names, row.kind): (
-                    f"{row.channels} {duration(row.seconds)}, {row.padded} {duration(row.padded_seconds)}: "
+                format_layer_names(row.names, row.kind): (
+                    f"{row.channels} {format_duration(row.seconds)}, {row.padded} "
+                    f"{format_duration(row.padded_seconds)}: "
                     f"{row.low:.2f}-{row.high:.2f}x; {row.flops_share:.0%} of the FLOPs"
                 )
                 for row in facts.misaligned

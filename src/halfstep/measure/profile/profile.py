@@ -12,14 +12,14 @@ import torch
 from halfstep.errors import WrongUse
 from halfstep.measure.case import Case, LossFunction
 from halfstep.measure.conditions import Conditions
-from halfstep.measure.profile.causes import find_causes, verdict
-from halfstep.measure.profile.examined import STAGES, Examined, MeasuredFacts
-from halfstep.measure.profile.facts import ProfileFacts, read_facts
+from halfstep.measure.profile.causes import choose_cause, find_causes
+from halfstep.measure.profile.examined import STAGES, MeasuredFacts, ProfiledCase
+from halfstep.measure.profile.facts import ProfileFacts, build_profile_facts
 from halfstep.measure.profile.page import Profile
 from halfstep.measure.setting import StepSetting
-from halfstep.measure.subject import Measurable, Settings, Subject, subject_of
+from halfstep.measure.subject import Measurable, Settings, Subject, resolve_subject
 from halfstep.measure.worker_process import CandidateFailed, CandidateProcess
-from halfstep.precision.names import AUTO, read_precision
+from halfstep.precision.names import AUTO, parse_precision
 from halfstep.status_line import OnProgress
 
 _WHOLE = 100
@@ -59,20 +59,20 @@ def profile(
     if not seconds > 0:
         raise WrongUse(f"seconds={seconds}", allowed="a time above 0", do="leave it out, or give it 60")
     if precision is not None:
-        read_precision(precision)  # an unknown name is reported before a process is started for it
-    measured = subject_of(subject, loss_fn, batch, settings)
+        parse_precision(precision)  # an unknown name is reported before a process is started for it
+    measured = resolve_subject(subject, loss_fn, batch, settings)
     if isinstance(measured, Subject):
         words, own_code = (measured.text, *measured.settings), measured.is_own_code
     else:
         words, own_code = (), True
     skipped: dict[str, str] = {}
     with _open_subject(measured, precision, device) as ask:
-        found = _ask_all(ask, precision or AUTO, skipped, seconds, progress)
+        found = _run_stages(ask, precision or AUTO, skipped, seconds, progress)
     asked_on = None if device is None else str(device)
     facts = replace(
         found.facts, subject=words, own_code=own_code, device=asked_on, seconds=seconds, skipped=tuple(skipped)
     )
-    cause = verdict(facts)
+    cause = choose_cause(facts)
     others = tuple(one for one in find_causes(facts) if one != cause)
     return Profile(facts, cause, others, found.conditions, found.interrupted, skipped)
 
@@ -80,7 +80,7 @@ def profile(
 Ask = Callable[[str, float], MeasuredFacts]
 
 
-def _ask_all(
+def _run_stages(
     ask: Ask, asked: str, skipped: dict[str, str], seconds: float, progress: OnProgress | None
 ) -> MeasuredFacts:
     """Run the stages in order, also after one that fails; `skipped` gets those without facts, and why."""
@@ -91,7 +91,7 @@ def _ask_all(
         try:
             found = ask("", 0.0)
         except CandidateFailed as error:
-            raise _does_not_run(error) from None
+            raise _build_not_running_error(error) from None
         # Refused by the device: there is nothing to time.
         left = {} if found.facts.passed_over else left
         # The times of skipped updates mean nothing, so the profile ends.
@@ -102,7 +102,7 @@ def _ask_all(
             except CandidateFailed as error:
                 # Nothing can be measured of a case that does not run.
                 if name == "warming":
-                    raise _does_not_run(error) from None
+                    raise _build_not_running_error(error) from None
                 skipped[name] = str(error)
             done += left.pop(name).share
             if progress is not None:
@@ -116,13 +116,13 @@ def _ask_all(
     return found
 
 
-def _does_not_run(error: CandidateFailed) -> WrongUse:
+def _build_not_running_error(error: CandidateFailed) -> WrongUse:
     return WrongUse(
         str(error), allowed="a model, a loss and a batch with which a step runs", do="run one by itself first"
     )
 
 
-class _ChildProcess(CandidateProcess):
+class _ProfileProcess(CandidateProcess):
     """The same stages in a separate process."""
 
     module = f"{__package__}.child"
@@ -131,19 +131,19 @@ class _ChildProcess(CandidateProcess):
         super().__init__(subject, StepSetting(), device)
         self._begin["precision"] = precision
 
-    def __enter__(self) -> _ChildProcess:
+    def __enter__(self) -> _ProfileProcess:
         return self
 
     def ask(self, stage: str, seconds: float) -> MeasuredFacts:
         """Run a stage there; the empty name opens the case."""
         found = self._ask({"do": stage, "seconds": seconds} if stage else self._begin)
-        return MeasuredFacts(read_facts(found["facts"]), found["conditions"], found["interrupted"])
+        return MeasuredFacts(build_profile_facts(found["facts"]), found["conditions"], found["interrupted"])
 
 
 @contextmanager
 def _open_subject(subject: Subject | Case, precision: str | None, device: str | torch.device | None) -> Iterator[Ask]:
     if isinstance(subject, Subject):
-        with _ChildProcess(subject, precision, None if device is None else str(device)) as child:
+        with _ProfileProcess(subject, precision, None if device is None else str(device)) as child:
             yield child.ask
         return
-    yield Examined(subject, precision, device).measure
+    yield ProfiledCase(subject, precision, device).measure

@@ -14,7 +14,7 @@ from halfstep.measure.subject import Subject
 BATCHES = 5
 
 
-def main(words: list[str]) -> None:
+def print_read_time(words: list[str]) -> None:
     """Read a few batches in this process and print the mean time; raise `WrongUse` if there is nothing to read."""
     if not words:
         raise WrongUse("nothing to read", allowed="RECIPE or CASE, then settings", do="name one")
@@ -34,6 +34,6 @@ def main(words: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        print_read_time(sys.argv[1:])
     except HalfstepError as error:
         sys.exit(str(error))

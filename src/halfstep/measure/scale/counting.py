@@ -22,17 +22,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep import distributed
 from halfstep.errors import WrongUse
-from halfstep.measure.batches import bytes_of, placed, resized, size_of, tensors
+from halfstep.measure.batches import count_samples, list_tensors, move_batch, resize_batch, sum_storage_bytes
 from halfstep.measure.case import Case, resolve_precision
-from halfstep.measure.memory.estimate import replaced
-from halfstep.measure.memory.fake_tensors import AnyNumber, built, fake_mode, numbers_refused, ready
-from halfstep.measure.memory.fake_tensors import placed as placed_model
-from halfstep.measure.scale.layout import Group, RankLayout
+from halfstep.measure.memory.estimate import replace_attribute
+from halfstep.measure.memory.fake_tensors import (
+    OptimizerNumberMode,
+    build_fake_case,
+    create_fake_mode,
+    refuse_number_reads,
+    resolve_fake_loss,
+)
+from halfstep.measure.memory.fake_tensors import move_fake_model as placed_model
+from halfstep.measure.scale.layout import CollectiveGroup, RankLayout
 from halfstep.measure.setting import StepSetting
-from halfstep.precision.island import settle
+from halfstep.precision.island import mark_inner_islands
 from halfstep.precision.precision import Precision
 from halfstep.step.objective import AGREEMENT_BYTES
-from halfstep.step.shard_units import ShardUnit, apply_fully_shard, shard_mesh, shard_units
+from halfstep.step.shard_units import ShardUnit, apply_fully_shard, create_shard_mesh, list_shard_units
 from halfstep.train.activation_checkpointing import checkpoint_activations
 
 GATHER, SCATTER, REDUCE, BROADCAST, AGREEMENT = "all-gather", "reduce-scatter", "all-reduce", "broadcast", "agreement"
@@ -51,7 +57,7 @@ class Collective(NamedTuple):
     kind: str
     bytes: int
     """The bytes gathered, reduced or sent: the larger side."""
-    group: Group
+    group: CollectiveGroup
     phase: str
 
 
@@ -80,7 +86,7 @@ class RankCounts:
         return self.weights + self.gradients + self.optimizer
 
 
-def count(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayout) -> RankCounts:
+def count_rank_bytes(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayout) -> RankCounts:
     """Return the counts of one update in this layout.
 
     Raises `WrongUse` inside of a process group, for a parameter that FSDP2 cannot divide, and for code that needs the
@@ -93,11 +99,11 @@ def count(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayou
             do="halfstep estimate, or dist.destroy_process_group() before",
         )
     precision = resolve_precision(setting.precision, _HOST)
-    mode = fake_mode()
-    case = built(make_case, mode)
-    settle(case.model)
+    mode = create_fake_mode()
+    case = build_fake_case(make_case, mode)
+    mark_inner_islands(case.model)
     # The mesh has numbers, and is made before the mode.
-    with _fake_process_group(layout) as mesh, mode, numbers_refused("ranks are counted without computing any"):
+    with _open_fake_group(layout) as mesh, mode, refuse_number_reads("ranks are counted without computing any"):
         placed_model(case.model, _HOST, channels_last=False)  # a large recipe's model is built on no device
         if layout.shard_size == 1:
             return _count_replicated(case, setting, precision, layout)
@@ -105,7 +111,7 @@ def count(make_case: Callable[[], Case], setting: StepSetting, layout: RankLayou
 
 
 @dataclass
-class _Update:
+class _FakeUpdate:
     """An update of a fake model, and its communication."""
 
     model: nn.Module
@@ -115,25 +121,27 @@ class _Update:
     gradients: int
 
 
-def _update(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout) -> _Update:
+def _run_fake_update(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout) -> _FakeUpdate:
     optimizer = case.optimizer(case.model)
-    batch = placed(case.batch, _HOST, setting.channels_last)
-    batch = resized(batch, setting.batch or size_of(batch))
-    sent = _Sent(layout)
+    batch = move_batch(case.batch, _HOST, setting.channels_last)
+    batch = resize_batch(batch, setting.batch or count_samples(batch))
+    sent = _CollectiveRecorder(layout)
     with sent, FlopCounterMode(display=False) as flops:
         with precision.scope(_HOST):
             with precision.autocast(_HOST):
                 loss = case.loss_fn(case.model, batch)
             sent.phase = BACKWARD
-            ready(loss).backward()  # type: ignore[no-untyped-call]
+            resolve_fake_loss(loss).backward()  # type: ignore[no-untyped-call]
         torch.clear_autocast_cache()
-    gradients = bytes_of(distributed.local(p.grad) for p in case.model.parameters() if p.grad is not None)
-    with AnyNumber():
+    gradients = sum_storage_bytes(
+        distributed.unwrap_local_tensor(p.grad) for p in case.model.parameters() if p.grad is not None
+    )
+    with OptimizerNumberMode():
         optimizer.step()
-    return _Update(case.model, optimizer, sent.collectives, int(flops.get_total_flops()), gradients)
+    return _FakeUpdate(case.model, optimizer, sent.collectives, int(flops.get_total_flops()), gradients)
 
 
-class _Sent(TorchDispatchMode):
+class _CollectiveRecorder(TorchDispatchMode):
     """A mode that records FSDP2's collectives."""
 
     def __init__(self, layout: RankLayout) -> None:
@@ -151,24 +159,24 @@ class _Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _make_counts(
-    done: _Update, layout: RankLayout, collectives: Sequence[Collective], microbatches: int, **more: Any
+def _build_rank_counts(
+    done: _FakeUpdate, layout: RankLayout, collectives: Sequence[Collective], microbatches: int, **more: Any
 ) -> RankCounts:
     agreement = Collective(AGREEMENT, AGREEMENT_BYTES, layout.everyone, BACKWARD)
     # Every micro-batch gathers; gradients are reduced in the last one.
     gathers = [c for c in collectives if c.kind == GATHER]
     repeated = [*collectives, *gathers * (microbatches - 1)]
-    state = tensors([list(some.values()) for some in done.optimizer.state.values()])
-    weights = bytes_of(distributed.local(p) for p in done.model.parameters())
+    state = list_tensors([list(some.values()) for some in done.optimizer.state.values()])
+    weights = sum_storage_bytes(distributed.unwrap_local_tensor(p) for p in done.model.parameters())
     numbers = sum(p.numel() for p in done.model.parameters())
-    local = sum(distributed.local(p).numel() for p in done.model.parameters())
+    local = sum(distributed.unwrap_local_tensor(p).numel() for p in done.model.parameters())
     return RankCounts(
         layout=layout,
         parameters=numbers,
         weights=weights,
         gradients=done.gradients,
-        optimizer=bytes_of(distributed.local(tensor) for tensor in state),
-        buffers=bytes_of(done.model.buffers()),
+        optimizer=sum_storage_bytes(distributed.unwrap_local_tensor(tensor) for tensor in state),
+        buffers=sum_storage_bytes(done.model.buffers()),
         padded=local * layout.shard_size / numbers,
         collectives=(*repeated, *([agreement] if layout.world > 1 else [])),
         flops=done.flops,
@@ -180,19 +188,19 @@ def _count_sharded(case: Case, setting: StepSetting, precision: Precision, layou
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     narrow = precision.narrow
-    units = shard_units(case.model, narrow)
+    units = list_shard_units(case.model, narrow)
     if setting.recompute:
         checkpoint_activations(case.model)
     # FSDP2 gets only the chunks that it reads: 1,024 of each parameter as tensors take minutes for 8 B parameters.
-    with replaced(_fsdp_param, "_chunk_with_empty", LazyChunks):
+    with replace_attribute(_fsdp_param, "_chunk_with_empty", LazyChunks):
         apply_fully_shard(units, mesh, narrow)
-    done = _update(case, setting, precision, layout)
-    flying = _peak_in_flight(units, narrow, layout.shard_size)
-    holding = sum(1 for _, own in _list_own_parameters(units) if own)
-    return _make_counts(done, layout, done.collectives, setting.microbatches, units=holding, in_flight=flying)
+    done = _run_fake_update(case, setting, precision, layout)
+    flying = _estimate_peak_in_flight(units, narrow, layout.shard_size)
+    holding = sum(1 for _, own in _iterate_own_parameters(units) if own)
+    return _build_rank_counts(done, layout, done.collectives, setting.microbatches, units=holding, in_flight=flying)
 
 
-def _list_own_parameters(units: Sequence[ShardUnit]) -> Iterator[tuple[ShardUnit, list[nn.Parameter]]]:
+def _iterate_own_parameters(units: Sequence[ShardUnit]) -> Iterator[tuple[ShardUnit, list[nn.Parameter]]]:
     """Yield each unit with its own parameters: those that no unit inside of it holds."""
     held: set[int] = set()
     for unit in units:
@@ -201,14 +209,14 @@ def _list_own_parameters(units: Sequence[ShardUnit]) -> Iterator[tuple[ShardUnit
         yield unit, own
 
 
-def _peak_in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shard: int) -> int:
+def _estimate_peak_in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shard: int) -> int:
     """Return the peak memory besides the shards: FSDP2 gathers one unit ahead, and reduces one behind.
 
     The model's own unit stays gathered from its forward to its backward, with its gradients once they exist.
     """
     sizes = []
-    for unit, own in _list_own_parameters(units):
-        elements = sum(distributed.local(p).numel() for p in own) * shard
+    for unit, own in _iterate_own_parameters(units):
+        elements = sum(distributed.unwrap_local_tensor(p).numel() for p in own) * shard
         gathered = elements * (narrow.itemsize if narrow is not None and not unit.wide else 4)
         sizes.append((gathered, elements * 4))
     *blocks, (root, root_reduced) = sizes
@@ -217,13 +225,13 @@ def _peak_in_flight(units: Sequence[ShardUnit], narrow: torch.dtype | None, shar
 
 
 @contextmanager
-def _fake_process_group(layout: RankLayout) -> Iterator[Any]:
+def _open_fake_group(layout: RankLayout) -> Iterator[Any]:
     """Yield the mesh of a process group of which only this rank exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=layout.world, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
-        yield shard_mesh(_HOST, layout.world, layout.shard_size)
+        yield create_shard_mesh(_HOST, layout.world, layout.shard_size)
     finally:
         dist.destroy_process_group()
 
@@ -247,7 +255,7 @@ class LazyChunks(Sequence[Tensor]):
 def _count_replicated(case: Case, setting: StepSetting, precision: Precision, layout: RankLayout) -> RankCounts:
     if setting.recompute:
         checkpoint_activations(case.model)
-    done = _update(case, setting, precision, layout)
+    done = _run_fake_update(case, setting, precision, layout)
     buckets, sent = list[int](), list[Collective]()
     if layout.world > 1:
         trained = [p for p in case.model.parameters() if p.requires_grad]
@@ -258,4 +266,4 @@ def _count_replicated(case: Case, setting: StepSetting, precision: Precision, la
         # Rank 0's buffers, one broadcast for each dtype: see step/replicated.py.
         by_dtype = itertools.groupby(sorted(case.model.buffers(), key=lambda b: str(b.dtype)), lambda b: b.dtype)
         sent += [Collective(BROADCAST, sum(b.nbytes for b in some), layout.everyone, FORWARD) for _, some in by_dtype]
-    return _make_counts(done, layout, sent, setting.microbatches, units=len(buckets), in_flight=sum(buckets))
+    return _build_rank_counts(done, layout, sent, setting.microbatches, units=len(buckets), in_flight=sum(buckets))

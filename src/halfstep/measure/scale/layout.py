@@ -14,7 +14,7 @@ _USUAL = 8
 """GPUs of a node, where the number of nodes is left out."""
 
 
-class Group(NamedTuple):
+class CollectiveGroup(NamedTuple):
     """The ranks of one collective."""
 
     ranks: int
@@ -51,24 +51,24 @@ class RankLayout:
         return self.world // self.shard_size
 
     @property
-    def everyone(self) -> Group:
-        return Group(self.world, self.per_node)
+    def everyone(self) -> CollectiveGroup:
+        return CollectiveGroup(self.world, self.per_node)
 
     @property
-    def shards(self) -> Group:
+    def shards(self) -> CollectiveGroup:
         """The ranks that hold the model together."""
-        return Group(self.shard_size, min(self.shard_size, self.per_node))
+        return CollectiveGroup(self.shard_size, min(self.shard_size, self.per_node))
 
     @property
-    def copies(self) -> Group:
+    def copies(self) -> CollectiveGroup:
         """The ranks that hold the same shard."""
-        return Group(self.replicas, max(1, self.per_node // self.shard_size))
+        return CollectiveGroup(self.replicas, max(1, self.per_node // self.shard_size))
 
     def __str__(self) -> str:
         return f"hsdp {self.replicas}×{self.shard_size}" if self.sharding == HSDP else self.sharding
 
 
-def ranks_and_nodes(world: int, nodes: int | None) -> tuple[int, int]:
+def resolve_ranks_and_nodes(world: int, nodes: int | None) -> tuple[int, int]:
     """Return both, nodes of 8 where they are left out. Raises `WrongUse` for numbers that cannot be."""
     if not 1 <= world <= MOST_RANKS:
         raise WrongUse(f"--world {world}", allowed=f"1 to {MOST_RANKS} ranks", do="--world 1024")
@@ -80,7 +80,7 @@ def ranks_and_nodes(world: int, nodes: int | None) -> tuple[int, int]:
     return world, nodes
 
 
-def layouts(world: int, nodes: int, sharding: str, shard: int | None) -> list[RankLayout]:
+def list_layouts(world: int, nodes: int, sharding: str, shard: int | None) -> list[RankLayout]:
     """Return the layouts that were requested, the least sharded first; for `auto` all of them.
 
     Those are DDP, HSDP within a node, HSDP over 2, 4, 8, ... nodes, and FSDP. Raises `UnknownName` for a sharding that
@@ -89,8 +89,8 @@ def layouts(world: int, nodes: int, sharding: str, shard: int | None) -> list[Ra
     if sharding not in SHARDINGS:
         raise UnknownName(f"sharding {sharding!r}", allowed=", ".join(SHARDINGS), do="--sharding auto, or leave it out")
     if shard is not None:
-        return [_layout_of_size(world, nodes, sharding, shard)]
-    found = [RankLayout(world, nodes, size) for size in (1, *_groups(world, nodes), world)]
+        return [_build_layout_of_size(world, nodes, sharding, shard)]
+    found = [RankLayout(world, nodes, size) for size in (1, *_list_shard_sizes(world, nodes), world)]
     found = list(dict.fromkeys(found))
     if sharding == AUTO:
         return found
@@ -104,7 +104,7 @@ def layouts(world: int, nodes: int, sharding: str, shard: int | None) -> list[Ra
     )
 
 
-def _groups(world: int, nodes: int) -> list[int]:
+def _list_shard_sizes(world: int, nodes: int) -> list[int]:
     """Return the sizes of shard groups to try: a node, then twice as many ranks each time."""
     size, found = world // nodes, []
     while 1 < size < world:
@@ -114,7 +114,7 @@ def _groups(world: int, nodes: int) -> list[int]:
     return found
 
 
-def _layout_of_size(world: int, nodes: int, sharding: str, shard: int) -> RankLayout:
+def _build_layout_of_size(world: int, nodes: int, sharding: str, shard: int) -> RankLayout:
     per_node = world // nodes
     whole = shard >= 1 and world % shard == 0 and (per_node % shard == 0 or shard % per_node == 0)
     if not whole:

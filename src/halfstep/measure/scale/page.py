@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from halfstep import numbers
-from halfstep.draw.notebook import ShownAsPage
+from halfstep.draw.notebook import PageResult
 from halfstep.json_data import JsonResult
 from halfstep.measure.memory.devices import Target
-from halfstep.measure.memory.ledger import note_blocks
+from halfstep.measure.memory.ledger import build_note_blocks
 from halfstep.measure.scale.counting import RankCounts
 from halfstep.measure.scale.layout import DDP, RankLayout
-from halfstep.measure.scale.traffic import CollectiveTraffic, Links, StepSeconds
+from halfstep.measure.scale.traffic import CollectiveTraffic, DeviceLinks, StepSeconds
 from halfstep.measure.scale.upkeep import Upkeep
 from halfstep.measure.setting import StepSetting
-from halfstep.page import Block, Heading, Page, Pairs, Paragraph, Span, Table, Text, number_table
+from halfstep.page import Block, Heading, Page, Pairs, Paragraph, Span, Table, Text, build_number_table
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LayoutCost(JsonResult):
 
 
 @dataclass(frozen=True)
-class ScaleReport(JsonResult, ShownAsPage):
+class ScaleReport(JsonResult, PageResult):
     """Layouts side by side, the least sharded first, and the one to take."""
 
     json_keys: ClassVar[tuple[str, ...]] = (
@@ -69,7 +69,7 @@ class ScaleReport(JsonResult, ShownAsPage):
     taken: LayoutCost | None
     reason: str
     layouts: tuple[LayoutCost, ...]
-    links: Links | None
+    links: DeviceLinks | None
     notes: tuple[str, ...]
     interrupted: bool
 
@@ -87,23 +87,29 @@ class ScaleReport(JsonResult, ShownAsPage):
         """Return the page about it, the answer first."""
         taken = self.taken or self.layouts[-1]
         blocks: list[Block] = [Paragraph(Span(self.reason, "good" if self.taken else "warn", strong=True))]
-        blocks.append(Paragraph(Span(_about(self), "dim")))
+        blocks.append(Paragraph(Span(_describe_scale_case(self), "dim")))
         if self.interrupted:
             blocks.append(Paragraph(Span("interrupted: these layouts were counted by then", "warn")))
         blocks += [
-            Heading("Memory of a rank", f"{numbers.size(self.device.usable)} for tensors"),
-            _memory(self.layouts),
+            Heading("Memory of a rank", f"{numbers.format_bytes(self.device.usable)} for tensors"),
+            _build_memory_table(self.layouts),
         ]
-        parts = numbers.several(taken.counts.units, "bucket" if taken.layout.sharding == DDP else "unit")
-        blocks += [Heading(f"A step of {taken.name}", f"in {parts}; bytes that a rank receives"), _collectives(taken)]
-        blocks += [Heading("Links", "by bandwidth alone: a model" if self.links else ""), _seconds(self.layouts)]
-        blocks += [Heading(f"Overhead outside the steps of {taken.name}"), _upkeep(taken.upkeep)]
-        blocks += [Heading("Time left for steps", "at published rates of failure"), _goodput(taken.upkeep)]
-        blocks += note_blocks((*self.notes, *_list_assumptions(self, taken.upkeep)))
+        parts = numbers.format_counted_noun(taken.counts.units, "bucket" if taken.layout.sharding == DDP else "unit")
+        blocks += [
+            Heading(f"A step of {taken.name}", f"in {parts}; bytes that a rank receives"),
+            _build_collective_table(taken),
+        ]
+        blocks += [
+            Heading("Links", "by bandwidth alone: a model" if self.links else ""),
+            _build_seconds_table(self.layouts),
+        ]
+        blocks += [Heading(f"Overhead outside the steps of {taken.name}"), _build_upkeep_pairs(taken.upkeep)]
+        blocks += [Heading("Time left for steps", "at published rates of failure"), _build_goodput_table(taken.upkeep)]
+        blocks += build_note_blocks((*self.notes, *_list_assumptions(self, taken.upkeep)))
         return Page(f"a step of {self.case} on {self.counts.layout.world:,} ranks", tuple(blocks))
 
 
-def _about(report: ScaleReport) -> str:
+def _describe_scale_case(report: ScaleReport) -> str:
     how = f"{report.setting.precision}{', recomputing' if report.setting.recompute else ''}"
     counts, layout = report.counts, report.counts.layout
     return (
@@ -112,54 +118,68 @@ def _about(report: ScaleReport) -> str:
     )
 
 
-def _memory(layouts: Sequence[LayoutCost]) -> Table:
+def _build_memory_table(layouts: Sequence[LayoutCost]) -> Table:
     every = dict.fromkeys(part for row in layouts for part in row.memory)
     parts = [part for part in every if any(row.memory.get(part) for row in layouts)]
-    rows: list[tuple[Text, ...]] = [(part, *(_size(row.memory.get(part, 0)) for row in layouts)) for part in parts]
-    rows += [(), (Span("peak", strong=True), *(Span(numbers.size(row.peak), strong=True) for row in layouts))]
+    rows: list[tuple[Text, ...]] = [
+        (part, *(_format_size(row.memory.get(part, 0)) for row in layouts)) for part in parts
+    ]
+    rows += [(), (Span("peak", strong=True), *(Span(numbers.format_bytes(row.peak), strong=True) for row in layouts))]
     rows.append(("fits", *("yes" if row.fits else "no" for row in layouts)))
-    return number_table("", [row.name for row in layouts], rows)
+    return build_number_table("", [row.name for row in layouts], rows)
 
 
-def _collectives(layout: LayoutCost) -> Table:
+def _build_collective_table(layout: LayoutCost) -> Table:
     rows = [
-        (one.collective, f"{one.calls}", _size(one.bytes), _size(one.inside), _size(one.between))
+        (one.collective, f"{one.calls}", _format_size(one.bytes), _format_size(one.inside), _format_size(one.between))
         for one in layout.collectives
     ]
     titles = ["calls", "bytes", "inside the node", "between nodes"]
-    return number_table("", titles, rows or [("none", "", "", "", "")])
+    return build_number_table("", titles, rows or [("none", "", "", "", "")])
 
 
-def _seconds(layouts: Sequence[LayoutCost]) -> Table:
+def _build_seconds_table(layouts: Sequence[LayoutCost]) -> Table:
     rows = []
     for row in layouts:
         found = row.seconds
-        times = map(_time, (found.computing, found.communication, found.exposed)) if found else ("-",) * 3
-        rows.append((row.name, _size(row.bytes_inside), _size(row.bytes_between), *times))
-    return number_table("", ["inside", "between", "computing", "sending", "exposed"], rows)
+        times = map(_format_seconds, (found.computing, found.communication, found.exposed)) if found else ("-",) * 3
+        rows.append((row.name, _format_size(row.bytes_inside), _format_size(row.bytes_between), *times))
+    return build_number_table("", ["inside", "between", "computing", "sending", "exposed"], rows)
 
 
-def _upkeep(found: Upkeep) -> Pairs:
+def _build_upkeep_pairs(found: Upkeep) -> Pairs:
     agreement, digest, save, load = found.agreement, found.digest, found.save, found.load
-    saved = f"{numbers.size(save.bytes)} by each of {numbers.several(save.writers, 'writer')}; {save.files:,} files"
+    saved = (
+        f"{numbers.format_bytes(save.bytes)} by each of {numbers.format_counted_noun(save.writers, 'writer')}; "
+        f"{save.files:,} files"
+    )
     return Pairs(
         (
             ("agreement", f"{agreement.calls} all-reduce of {agreement.bytes} B, {agreement.host_reads} host read"),
-            ("replica digest", f"{numbers.size(digest.bytes)} hashed in {_time(digest.seconds)}, at the end of a run"),
-            ("save", f"{saved}, {save.fsyncs:,} fsyncs; stall {_time(save.stall)}"),
-            ("load", f"{numbers.size(load.bytes)} a rank, read and hashed in {_time(load.seconds)}"),
+            (
+                "replica digest",
+                f"{numbers.format_bytes(digest.bytes)} hashed in {_format_seconds(digest.seconds)}, at the end of a "
+                "run",
+            ),
+            ("save", f"{saved}, {save.fsyncs:,} fsyncs; stall {_format_seconds(save.stall)}"),
+            ("load", f"{numbers.format_bytes(load.bytes)} a rank, read and hashed in {_format_seconds(load.seconds)}"),
             ("file descriptors", f"{found.descriptors.a_rank:,} a rank, {found.descriptors.a_node:,} a node"),
-            ("restart", _time(found.restart.seconds)),
+            ("restart", _format_seconds(found.restart.seconds)),
         )
     )
 
 
-def _goodput(found: Upkeep) -> Table:
+def _build_goodput_table(found: Upkeep) -> Table:
     rows = [
-        (row.rate, _time(row.mean_time_between_failures), _time(row.save_every), f"{row.goodput:.2%}")
+        (
+            row.rate,
+            _format_seconds(row.mean_time_between_failures),
+            _format_seconds(row.save_every),
+            f"{row.goodput:.2%}",
+        )
         for row in found.goodput
     ]
-    return number_table("rate of", ["a failure every", "save every", "goodput"], rows)
+    return build_number_table("rate of", ["a failure every", "save every", "goodput"], rows)
 
 
 def _list_assumptions(report: ScaleReport, found: Upkeep) -> list[str]:
@@ -177,7 +197,7 @@ def _list_assumptions(report: ScaleReport, found: Upkeep) -> list[str]:
     return lines
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 60:
@@ -187,5 +207,5 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
-def _size(size: float) -> str:
-    return numbers.size(size) if size else "-"
+def _format_size(size: float) -> str:
+    return numbers.format_bytes(size) if size else "-"

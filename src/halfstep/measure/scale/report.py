@@ -8,20 +8,26 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from halfstep.errors import HalfstepError, WrongUse
-from halfstep.measure.batches import size_of
+from halfstep.measure.batches import count_samples
 from halfstep.measure.case import Case
 from halfstep.measure.memory.devices import HERE, Target, device_named
-from halfstep.measure.memory.estimate import ledger_on
-from halfstep.measure.memory.fake_tensors import as_wrong_use, made_once
+from halfstep.measure.memory.estimate import estimate_device_ledger
+from halfstep.measure.memory.fake_tensors import build_case_factory, convert_user_error
 from halfstep.measure.memory.ledger import WORKING, Ledger
-from halfstep.measure.memory.report import RECOMPUTE, WHERE_NEEDED, EstimateOptions, precisions
-from halfstep.measure.scale.counting import RankCounts, count
-from halfstep.measure.scale.layout import AUTO, DDP, FSDP, HSDP, RankLayout, layouts, ranks_and_nodes
+from halfstep.measure.memory.report import RECOMPUTE, WHERE_NEEDED, EstimateOptions, resolve_precision_names
+from halfstep.measure.scale.counting import RankCounts, count_rank_bytes
+from halfstep.measure.scale.layout import AUTO, DDP, FSDP, HSDP, RankLayout, list_layouts, resolve_ranks_and_nodes
 from halfstep.measure.scale.page import LayoutCost, ScaleReport
-from halfstep.measure.scale.traffic import Links, by_kind, links_of, times, total
-from halfstep.measure.scale.upkeep import upkeep
+from halfstep.measure.scale.traffic import (
+    DeviceLinks,
+    estimate_step_seconds,
+    find_device_links,
+    sum_link_traffic,
+    sum_traffic_by_kind,
+)
+from halfstep.measure.scale.upkeep import compute_upkeep
 from halfstep.measure.setting import StepSetting
-from halfstep.numbers import size
+from halfstep.numbers import format_bytes
 from halfstep.precision.names import AUTO as OWN_PRECISION
 from halfstep.status_line import OnProgress
 
@@ -44,7 +50,7 @@ class ScaleOptions:
     shard: int | None = None
 
 
-def scale_report(
+def build_scale_report(
     make_case: Callable[[], Case], options: ScaleOptions, on_progress: OnProgress = lambda done, of: None
 ) -> ScaleReport:
     """Return the whole report. `on_progress` is called with the number of layouts counted and their total.
@@ -53,20 +59,20 @@ def scale_report(
 
     Raises `WrongUse` for numbers of ranks that cannot be, and with the line of the user's code where that code fails.
     """
-    world, nodes = ranks_and_nodes(options.world, options.nodes)
-    wanted = layouts(world, nodes, options.sharding, options.shard)
-    target = device_named(_require_one(options.estimate.devices, "--device") or HERE)
+    world, nodes = resolve_ranks_and_nodes(options.world, options.nodes)
+    wanted = list_layouts(world, nodes, options.sharding, options.shard)
+    target = device_named(_select_at_most_one(options.estimate.devices, "--device") or HERE)
     try:
         with warnings.catch_warnings():
             # FSDP2 warns of views that a model returns; nothing is computed from them here.
             warnings.simplefilter("ignore", UserWarning)
-            make_case, case = made_once(make_case)
-            setting = _setting(case, options.estimate, target)
-            ledger = ledger_on(make_case, setting, target)
+            make_case, case = build_case_factory(make_case)
+            setting = _resolve_rank_setting(case, options.estimate, target)
+            ledger = estimate_device_ledger(make_case, setting, target)
             rows: list[LayoutCost] = []
             interrupted = False
             try:
-                _fill(rows, make_case, setting, ledger, wanted, on_progress, target)
+                _count_layouts(rows, make_case, setting, ledger, wanted, on_progress, target)
             except KeyboardInterrupt:
                 if not rows:
                     raise
@@ -74,18 +80,18 @@ def scale_report(
     except HalfstepError:
         raise
     except Exception as error:
-        raise as_wrong_use(error, (), "") or error from error
-    taken, links = next((row for row in rows if row.fits), None), links_of(target.id)
+        raise convert_user_error(error, (), "") or error from error
+    taken, links = next((row for row in rows if row.fits), None), find_device_links(target.id)
     return ScaleReport(
         case=case.name,
         device=target,
         setting=setting,
         samples=ledger.samples * setting.microbatches * world,
         taken=taken,
-        reason=reason(rows, taken, target, options.sharding, setting),
+        reason=explain_layout_choice(rows, taken, target, options.sharding, setting),
         layouts=tuple(rows),
         links=links,
-        notes=(*_notes(rows, links, target), *ledger.notes, MODELED),
+        notes=(*_list_scale_notes(rows, links, target), *ledger.notes, MODELED),
         interrupted=interrupted,
     )
 
@@ -93,7 +99,7 @@ def scale_report(
 Given = TypeVar("Given")
 
 
-def _require_one(given: Sequence[Given], name: str) -> Given | None:
+def _select_at_most_one(given: Sequence[Given], name: str) -> Given | None:
     if len(given) > 1:
         raise WrongUse(
             f"{name} {','.join(map(str, given))} with --world", allowed=f"one {name}", do=f"{name} {given[0]}"
@@ -101,18 +107,18 @@ def _require_one(given: Sequence[Given], name: str) -> Given | None:
     return given[0] if given else None
 
 
-def _setting(case: Case, options: EstimateOptions, target: Target) -> StepSetting:
+def _resolve_rank_setting(case: Case, options: EstimateOptions, target: Target) -> StepSetting:
     """Return the setting of every rank: the case's own, in the device's precision unless another was requested."""
-    name = _require_one(options.precisions, "--precision") or OWN_PRECISION
-    (precision,) = precisions(target, replace(options, precisions=(name,)))
-    batch = _require_one(options.batches, "--batch") or case.setting.batch or size_of(case.batch)
+    name = _select_at_most_one(options.precisions, "--precision") or OWN_PRECISION
+    (precision,) = resolve_precision_names(target, replace(options, precisions=(name,)))
+    batch = _select_at_most_one(options.batches, "--batch") or case.setting.batch or count_samples(case.batch)
     recompute = case.setting.recompute
     if options.recompute != WHERE_NEEDED:
-        recompute = bool(_require_one(RECOMPUTE[options.recompute], "--recompute"))
+        recompute = bool(_select_at_most_one(RECOMPUTE[options.recompute], "--recompute"))
     return replace(case.setting, precision=precision, batch=batch, recompute=recompute, compile=False)
 
 
-def _fill(
+def _count_layouts(
     rows: list[LayoutCost],
     make_case: Callable[[], Case],
     setting: StepSetting,
@@ -122,39 +128,41 @@ def _fill(
     target: Target,
 ) -> None:
     """Count layouts from the least sharded on; larger groups of HSDP only until one fits."""
-    links = links_of(target.id)
+    links = find_device_links(target.id)
     for number, layout in enumerate(wanted, 1):
         larger = layout.sharding == HSDP and any(row.layout.sharding == HSDP for row in rows)
         if not (larger and any(row.fits for row in rows)):
-            rows.append(_row(count(make_case, setting, layout), ledger, target, links))
+            rows.append(_build_layout_cost(count_rank_bytes(make_case, setting, layout), ledger, target, links))
         on_progress(number, len(wanted))
 
 
-def _row(counted: RankCounts, ledger: Ledger, target: Target, links: Links | None) -> LayoutCost:
+def _build_layout_cost(counted: RankCounts, ledger: Ledger, target: Target, links: DeviceLinks | None) -> LayoutCost:
     is_whole, average = counted.layout.shard_size == 1, ledger.at_peak["average"]
     average = average if is_whole else counted.weights * bool(average)
-    memory = _replicated_memory(counted, ledger) if is_whole else _sharded_memory(counted, ledger, average)
-    crossed = total(counted.collectives)
+    memory = (
+        _compute_replicated_memory(counted, ledger) if is_whole else _compute_sharded_memory(counted, ledger, average)
+    )
+    crossed = sum_link_traffic(counted.collectives)
     return LayoutCost(
         counts=counted,
         memory=memory,
         fits=sum(memory.values()) <= target.usable,
-        collectives=by_kind(counted.collectives),
+        collectives=sum_traffic_by_kind(counted.collectives),
         bytes_inside=round(crossed.inside),
         bytes_between=round(crossed.between),
-        seconds=times(counted, links, ledger.setting.microbatches),
-        upkeep=upkeep(counted, average),
+        seconds=estimate_step_seconds(counted, links, ledger.setting.microbatches),
+        upkeep=compute_upkeep(counted, average),
     )
 
 
-def _replicated_memory(counted: RankCounts, ledger: Ledger) -> dict[str, int]:
+def _compute_replicated_memory(counted: RankCounts, ledger: Ledger) -> dict[str, int]:
     """Return the memory of one device, plus DDP's buckets."""
     parts = {part: size for part, size in ledger.at_peak.items() if part not in WORKING}
     working = sum(ledger.at_peak[part] for part in WORKING)
     return {**parts, "activations": working, "in flight": counted.in_flight}
 
 
-def _sharded_memory(counted: RankCounts, ledger: Ledger, average: int) -> dict[str, int]:
+def _compute_sharded_memory(counted: RankCounts, ledger: Ledger, average: int) -> dict[str, int]:
     """Return the memory of a rank at its peak: in backward, or in the update, where only shards are left."""
     backward, update = ledger.working + counted.in_flight, ledger.updating // counted.layout.shard_size
     late = update > backward
@@ -170,21 +178,21 @@ def _sharded_memory(counted: RankCounts, ledger: Ledger, average: int) -> dict[s
     }
 
 
-def reason(
+def explain_layout_choice(
     rows: Sequence[LayoutCost], taken: LayoutCost | None, target: Target, sharding: str, setting: StepSetting
 ) -> str:
     """Return in a sentence why this layout is the one to take."""
-    usable = size(target.usable)
+    usable = format_bytes(target.usable)
     if taken is None:
         least = min(rows, key=lambda row: row.peak)
         ways = [] if setting.recompute else ["recompute activations"]
         ways += ["take a smaller batch"] if (setting.batch or 0) > 1 else []
         ways.append("shard over more ranks")
         return (
-            f"none fits: {least.name} needs the least, {size(least.peak)} of the {usable} available to a rank; "
+            f"none fits: {least.name} needs the least, {format_bytes(least.peak)} of the {usable} available to a rank; "
             f"{' or '.join(ways)}"
         )
-    needs, layout = f"{size(taken.peak)} of the {usable} available to a rank", taken.layout
+    needs, layout = f"{format_bytes(taken.peak)} of the {usable} available to a rank", taken.layout
     if sharding != AUTO:
         return f"{taken.name} fits: {needs}"
     if layout.sharding == DDP:
@@ -192,12 +200,12 @@ def reason(
     passed = rows[rows.index(taken) - 1]
     where = "inside a node" if layout.shard_size <= layout.per_node else "over nodes"
     return (
-        f"{taken.name}: {passed.name} would take {size(passed.peak)}; sharded over "
+        f"{taken.name}: {passed.name} would take {format_bytes(passed.peak)}; sharded over "
         f"{layout.shard_size} ranks {where} it is {needs}"
     )
 
 
-def _notes(rows: Sequence[LayoutCost], links: Links | None, target: Target) -> list[str]:
+def _list_scale_notes(rows: Sequence[LayoutCost], links: DeviceLinks | None, target: Target) -> list[str]:
     notes = []
     for row in rows:
         if row.counts.padded > _PADDED:

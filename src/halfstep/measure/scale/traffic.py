@@ -32,7 +32,7 @@ class LinkTraffic:
 
 
 @dataclass(frozen=True)
-class Links:
+class DeviceLinks:
     """The bandwidth of one device in bytes a second, and the work that it is assumed to do."""
 
     inside: float
@@ -48,18 +48,18 @@ class Links:
 
 
 @functools.cache
-def links_of(device: str) -> Links | None:
+def find_device_links(device: str) -> DeviceLinks | None:
     """Return the links of a device by its short name; None if the table has none."""
     text = resources.files(__package__).joinpath("links.json").read_text(encoding="utf-8")
     table = json.loads(text)
     for row in table["links"]:
         if device in row["devices"]:
             flops = row["tflops"] * 1e12 * table["utilization"]
-            return Links(row["inside"] * GB, row["between"] * GB, flops, table["utilization"], row["source"])
+            return DeviceLinks(row["inside"] * GB, row["between"] * GB, flops, table["utilization"], row["source"])
     return None
 
 
-def traffic_of(collective: Collective) -> LinkTraffic:
+def compute_link_traffic(collective: Collective) -> LinkTraffic:
     """Return what a rank receives in one collective; an all-reduce is a reduce-scatter and an all-gather."""
     group = collective.group
     times = 2 if collective.kind in (REDUCE, AGREEMENT) else 1
@@ -68,9 +68,9 @@ def traffic_of(collective: Collective) -> LinkTraffic:
     return LinkTraffic(times * (whole - between), times * between)
 
 
-def total(collectives: Iterable[Collective]) -> LinkTraffic:
+def sum_link_traffic(collectives: Iterable[Collective]) -> LinkTraffic:
     """Return the sum over collectives."""
-    return sum((traffic_of(one) for one in collectives), LinkTraffic(0, 0))
+    return sum((compute_link_traffic(one) for one in collectives), LinkTraffic(0, 0))
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class CollectiveTraffic:
     between: int
 
 
-def by_kind(collectives: Sequence[Collective]) -> list[CollectiveTraffic]:
+def sum_traffic_by_kind(collectives: Sequence[Collective]) -> list[CollectiveTraffic]:
     """Return calls and bytes for each kind of collective that there is."""
     rows = []
     for kind in KINDS:
         some = [one for one in collectives if one.kind == kind]
         if some:
-            crossed, size = total(some), sum(one.bytes for one in some)
+            crossed, size = sum_link_traffic(some), sum(one.bytes for one in some)
             rows.append(CollectiveTraffic(kind, len(some), size, round(crossed.inside), round(crossed.between)))
     return rows
 
@@ -105,7 +105,7 @@ class StepSeconds:
     """The part of the communication that computing does not hide."""
 
 
-def times(counted: RankCounts, links: Links | None, microbatches: int) -> StepSeconds | None:
+def estimate_step_seconds(counted: RankCounts, links: DeviceLinks | None, microbatches: int) -> StepSeconds | None:
     """Return the modeled seconds of a step; None if the links are not known.
 
     FSDP2 and DDP communicate while they compute: the forward hides what comes in forward, and the backward, taken as
@@ -114,7 +114,9 @@ def times(counted: RankCounts, links: Links | None, microbatches: int) -> StepSe
     if links is None:
         return None
     computing = counted.flops * microbatches / links.flops
-    phases = {phase: total(c for c in counted.collectives if c.phase == phase) for phase in (FORWARD, BACKWARD)}
+    phases = {
+        phase: sum_link_traffic(c for c in counted.collectives if c.phase == phase) for phase in (FORWARD, BACKWARD)
+    }
     taken = {phase: links.seconds(traffic) for phase, traffic in phases.items()}
     shares = {FORWARD: computing / 3, BACKWARD: computing * 2 / 3}
     exposed = sum(max(0.0, taken[phase] - shares[phase]) for phase in phases)

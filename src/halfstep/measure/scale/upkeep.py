@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from halfstep.measure.scale.counting import RankCounts
 from halfstep.step.objective import AGREEMENT_BYTES
-from halfstep.train.save_interval import PUBLISHED, FailureRate, between_failures, least_lost
+from halfstep.train.save_interval import PUBLISHED, FailureRate, compute_save_interval, estimate_failure_interval
 
 _DESCRIPTORS, _A_PEER = 18, 1
 """File descriptors of a rank, and for each peer with one gloo group: 21, 33 and 49 on 4, 16 and 32 forked ranks."""
 
 
 @dataclass(frozen=True)
-class Assumed:
+class AssumedRates:
     """Assumptions about a rank: bytes a second, then seconds."""
 
     copy_to_host: float = 10e9
@@ -27,7 +27,7 @@ class Assumed:
     start: float = 120.0
 
 
-ASSUMED = Assumed()
+ASSUMED = AssumedRates()
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ReplicaDigest:
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveCost:
     """A save of all ranks."""
 
     bytes: int
@@ -68,7 +68,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadCost:
     """The loading of a checkpoint by one rank."""
 
     bytes: int
@@ -77,7 +77,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Descriptors:
+class DescriptorCount:
     """Open file descriptors."""
 
     a_rank: int
@@ -86,7 +86,7 @@ class Descriptors:
 
 
 @dataclass(frozen=True)
-class Restart:
+class RestartTime:
     """The seconds from a failure to the next step."""
 
     seconds: float
@@ -112,15 +112,15 @@ class Upkeep:
 
     agreement: StepAgreement
     digest: ReplicaDigest
-    save: Save
-    load: Load
-    descriptors: Descriptors
-    restart: Restart
+    save: SaveCost
+    load: LoadCost
+    descriptors: DescriptorCount
+    restart: RestartTime
     goodput: tuple[Goodput, ...]
-    assumed: Assumed
+    assumed: AssumedRates
 
 
-def upkeep(counted: RankCounts, average: int) -> Upkeep:
+def compute_upkeep(counted: RankCounts, average: int) -> Upkeep:
     """Return all of it; `average` is the bytes of averaged weights on this rank."""
     layout, given = counted.layout, ASSUMED
     saved = counted.weights + counted.optimizer + average + counted.buffers
@@ -131,18 +131,18 @@ def upkeep(counted: RankCounts, average: int) -> Upkeep:
     return Upkeep(
         StepAgreement(int(layout.world > 1)),
         ReplicaDigest(counted.weights, digest_seconds, 64 * layout.world if layout.world > 1 else 0),
-        Save(saved, layout.shard_size, 2 * layout.world + 1, 2 * layout.world + 3, stall, max(written, hashed)),
-        Load(saved, 2, written + hashed),
-        Descriptors(each, each * layout.per_node),
-        Restart(restart, given.detection, given.start),
-        tuple(goodput(rate, layout.world, stall, restart) for rate in PUBLISHED),
+        SaveCost(saved, layout.shard_size, 2 * layout.world + 1, 2 * layout.world + 3, stall, max(written, hashed)),
+        LoadCost(saved, 2, written + hashed),
+        DescriptorCount(each, each * layout.per_node),
+        RestartTime(restart, given.detection, given.start),
+        tuple(estimate_goodput(rate, layout.world, stall, restart) for rate in PUBLISHED),
         given,
     )
 
 
-def goodput(rate: FailureRate, world: int, stall: float, restart: float) -> Goodput:
+def estimate_goodput(rate: FailureRate, world: int, stall: float, restart: float) -> Goodput:
     """Return the save interval that loses the least (Young, Daly), and the share of time that is left for steps."""
-    between = between_failures(rate, world)
-    interval = least_lost(stall, between)
+    between = estimate_failure_interval(rate, world)
+    interval = compute_save_interval(stall, between)
     lost = stall / interval + (interval / 2 + restart) / between
     return Goodput(rate.name, rate.source, between, interval, max(0.0, 1 - lost))

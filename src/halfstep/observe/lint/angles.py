@@ -7,7 +7,7 @@ import math
 import torch
 
 from halfstep.finding import Finding
-from halfstep.observe.lint.seen import NarrowOperation, number
+from halfstep.observe.lint.seen import NarrowOperation, format_four_digits
 
 _aten = torch.ops.aten
 PACKETS = (_aten.sin, _aten.cos)
@@ -33,8 +33,9 @@ def look(seen: NarrowOperation) -> Finding | None:
     return Finding(
         "angles-rounded",
         "warning",
-        f"{str(seen.packet).removeprefix('aten.')} of angles up to {number(largest)} in {seen.format.name}, which has "
-        f"a spacing of {number(step)} there: adjacent positions are indistinguishable",
+        f"{str(seen.packet).removeprefix('aten.')} of angles up to {format_four_digits(largest)} in "
+        f"{seen.format.name}, which has "
+        f"a spacing of {format_four_digits(step)} there: adjacent positions are indistinguishable",
         "compute positions times frequencies, and the sine of them, in fp32: {island}, or under "
         "torch.autocast(device, enabled=False)",
     )

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.finding import Finding
 from halfstep.observe.lint import masks
-from halfstep.user_code import running_line
+from halfstep.user_code import find_running_line
 
 _BCE = (functional.binary_cross_entropy, torch._C._nn.binary_cross_entropy)
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
@@ -22,7 +22,7 @@ Emit = Callable[[Finding, str, str | None], None]
 """Called with a finding, its module and its line."""
 
 
-class Calls(TorchFunctionMode):
+class LossFunctionCalls(TorchFunctionMode):
     """A function mode around the loss function, inside autocast."""
 
     def __init__(self, device_type: str, emit: Emit) -> None:
@@ -30,7 +30,7 @@ class Calls(TorchFunctionMode):
         self._device_type, self._emit = device_type, emit
         self._hooks = ExitStack()
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> LossFunctionCalls:
         # An optimizer's step is no torch function, so the mode alone does not see it.
         handle: Any = register_optimizer_step_pre_hook(self._steps)
         self._hooks.callback(handle.remove)
@@ -43,21 +43,25 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _BCE and torch.is_autocast_enabled(self._device_type):
-            self._emit(refused_loss("binary_cross_entropy"), "", running_line())
-        if (found := masks.written(func, args, kwargs or {})) is not None:
-            self._emit(found, "", running_line())
+            self._emit(build_refused_loss_finding("binary_cross_entropy"), "", find_running_line())
+        if (found := masks.find_unseen_overflow(func, args, kwargs or {})) is not None:
+            self._emit(found, "", find_running_line())
         if func in _BACKWARD:
-            self._emit(_loop("backward()", self._describe_autocast()), "", running_line())
+            self._emit(_build_loop_finding("backward()", self._describe_autocast()), "", find_running_line())
         return func(*args, **(kwargs or {}))
 
     def _steps(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._emit(_loop(f"{type(optimizer).__name__}.step()", self._describe_autocast()), "", running_line())
+        self._emit(
+            _build_loop_finding(f"{type(optimizer).__name__}.step()", self._describe_autocast()),
+            "",
+            find_running_line(),
+        )
 
     def _describe_autocast(self) -> str:
         return ", under autocast" if torch.is_autocast_enabled(self._device_type) else ""
 
 
-def refused_loss(name: str) -> Finding:
+def build_refused_loss_finding(name: str) -> Finding:
     """Return the finding for a loss that CUDA's autocast refuses."""
     return Finding(
         "loss-refused",
@@ -68,7 +72,7 @@ def refused_loss(name: str) -> Finding:
     )
 
 
-def _loop(call: str, under: str) -> Finding:
+def _build_loop_finding(call: str, under: str) -> Finding:
     return Finding(
         "loop-in-loss",
         "error",

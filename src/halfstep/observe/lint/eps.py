@@ -6,7 +6,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.finding import Finding
-from halfstep.observe.lint.seen import NarrowOperation, number
+from halfstep.observe.lint.seen import NarrowOperation, format_four_digits
 
 _aten = torch.ops.aten
 _BOUNDS = (
@@ -19,7 +19,7 @@ _FILLS = (
 _NORMS = (_aten.norm, _aten.linalg_vector_norm)
 
 
-class Eps:
+class EpsRule:
     """A rule that knows which tensors are norms: CUDA's autocast computes those in fp32, the CPU's does not."""
 
     packets = (_aten.add, _aten.add_, _aten.sub, _aten.rsub, _aten.logit, *_BOUNDS, *_FILLS, *_NORMS)
@@ -38,7 +38,7 @@ class Eps:
                 return _find_vanished_eps(seen, scalar, self._describe_rules(seen))
             bound = 1 - scalar if seen.packet is _aten.logit else scalar
             if seen.packet in (*_BOUNDS, _aten.logit) and abs(bound) < 1 == abs(seen.rounded(bound)):
-                return _is_one(seen, bound)
+                return _build_bound_finding(seen, bound)
         return _find_vanished_beta(seen) if seen.packet is _aten.rsub else None
 
     def _describe_rules(self, seen: NarrowOperation) -> str:
@@ -53,18 +53,18 @@ def _find_vanished_eps(seen: NarrowOperation, scalar: float, by: str) -> Finding
     return Finding(
         "eps-vanishes",
         "warning",
-        f"{number(scalar)} is 0 in {seen.format.name}, whose smallest number is "
-        f"{facts.smallest_normal * facts.eps:.1g}: {_name(seen)} with it protects nothing{by}",
+        f"{format_four_digits(scalar)} is 0 in {seen.format.name}, whose smallest number is "
+        f"{facts.smallest_normal * facts.eps:.1g}: {_name_operation(seen)} with it protects nothing{by}",
         f"use a number of the format, such as {facts.smallest_normal:.1g}, or widen first: halfstep.widen(x)",
     )
 
 
-def _is_one(seen: NarrowOperation, bound: float) -> Finding:
+def _build_bound_finding(seen: NarrowOperation, bound: float) -> Finding:
     one, sign = ("1", "-") if bound > 0 else ("-1", "+")
     return Finding(
         "eps-vanishes",
         "warning",
-        f"the bound {bound:.7g} is {one} in {seen.format.name}: {_name(seen)} with it lets {one} through, "
+        f"the bound {bound:.7g} is {one} in {seen.format.name}: {_name_operation(seen)} with it lets {one} through, "
         f"and log(1 {sign} x) is -inf",
         "widen first: halfstep.widen(x).clamp(...), or use a loss with logits",
     )
@@ -83,11 +83,11 @@ def _find_vanished_beta(seen: NarrowOperation) -> Finding | None:
         "eps-vanishes",
         "warning",
         f"1 - x is 1 in {seen.format.name} for {int(lost.sum())} of {given.numel()} numbers, "
-        f"such as x = {number(float(given[lost].max()))}",
+        f"such as x = {format_four_digits(float(given[lost].max()))}",
         "compute schedules in fp32, and cast the results",
     )
 
 
-def _name(seen: NarrowOperation) -> str:
+def _name_operation(seen: NarrowOperation) -> str:
     name = str(seen.packet).removeprefix("aten.").rstrip("_")
     return "where" if seen.packet is _aten.scalar_tensor else name  # torch.where makes a tensor of its number first

@@ -13,9 +13,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from halfstep.finding import Finding
-from halfstep.formats import is_narrow, name_of
+from halfstep.formats import is_narrow, name_dtype
 from halfstep.observe.lint.calls import Emit
-from halfstep.user_code import is_user_file, shown
+from halfstep.user_code import is_user_file, shorten_path
 
 ID = "function-mixes-formats"
 _MOST = 100_000
@@ -33,7 +33,7 @@ class TensorDtype(NamedTuple):
     """Whether it has no dimensions, like a loss or a temperature: torch promotes it to the dtype of what it meets."""
 
 
-class OwnFunctions(TorchFunctionMode):
+class OwnFunctionLint(TorchFunctionMode):
     """A function mode around forward and backward: it inspects the graph of a loss before backward runs.
 
     The forward of such a function runs under autocast, and its backward does not. A matrix product that autocast made
@@ -52,26 +52,28 @@ class OwnFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _look(self, loss: Tensor) -> None:
-        for node, outputs in _reached_nodes(loss).items():
+        for node, outputs in _collect_reached_nodes(loss).items():
             if not isinstance(node, BackwardCFunction):
                 continue
             function: Any = node._forward_cls  # type: ignore[attr-defined]
             # The user's code below any decorators; None if it is not Python.
-            code = next(reversed(_codes(function.forward)), None)
+            code = next(reversed(_list_code_objects(function.forward)), None)
             if function in self._reported or code is None or not is_user_file(code.co_filename):
                 continue
             # torchao rounds both sides to fp8 itself, whatever their formats.
             if function.__module__.startswith("torchao."):
                 continue
-            taken, given = _taken_inputs(node), _given_outputs(node, outputs)
+            taken, given = _collect_taken_inputs(node), _collect_given_outputs(node, outputs)
             mixed = len({is_narrow(one.dtype) for one in taken | given if not one.alone}) == 2
             if mixed and not _is_protected(node, function, given):
                 self._reported.add(function)
-                line = f"{shown(code.co_filename)}:{code.co_firstlineno}"
-                self._emit(_finding(function, taken, given, loss.device.type), self._module_of(node), line)
+                line = f"{shorten_path(code.co_filename)}:{code.co_firstlineno}"
+                self._emit(
+                    _build_mixed_formats_finding(function, taken, given, loss.device.type), self._module_of(node), line
+                )
 
 
-def _reached_nodes(loss: Tensor) -> dict[Any, set[int]]:
+def _collect_reached_nodes(loss: Tensor) -> dict[Any, set[int]]:
     """Return the nodes behind a loss, each with the indices of its outputs that the loss was computed from."""
     reached: dict[Any, set[int]] = {}
     ahead: list[tuple[Any, int]] = [(loss.grad_fn, loss.output_nr)]
@@ -86,17 +88,19 @@ def _reached_nodes(loss: Tensor) -> dict[Any, set[int]]:
     return reached
 
 
-def _taken_inputs(node: Any) -> set[TensorDtype]:
+def _collect_taken_inputs(node: Any) -> set[TensorDtype]:
     """Return the inputs that a gradient goes to, and saved weights that are not trained; the graph knows no others."""
     edges = [(before, number) for before, number in node.next_functions if before is not None]
-    trained = {met for before, number in edges for met in _given_outputs(before, (number,))}
+    trained = {met for before, number in edges for met in _collect_given_outputs(before, (number,))}
     saved = {
-        TensorDtype(weight.dtype, weight.ndim == 0) for weight in _weights_saved(node) if weight.is_floating_point()
+        TensorDtype(weight.dtype, weight.ndim == 0)
+        for weight in _list_saved_weights(node)
+        if weight.is_floating_point()
     }
     return trained | saved
 
 
-def _weights_saved(node: Any) -> list[nn.Parameter]:
+def _list_saved_weights(node: Any) -> list[nn.Parameter]:
     """Return the saved parameters without unpacking them: unpacking would recompute checkpointed activations."""
     try:
         saved = [getattr(one, "data", None) for one in node._raw_saved_tensors]
@@ -105,7 +109,7 @@ def _weights_saved(node: Any) -> list[nn.Parameter]:
     return [tensor for tensor in saved if isinstance(tensor, nn.Parameter)]
 
 
-def _given_outputs(node: Any, outputs: Iterable[int]) -> set[TensorDtype]:
+def _collect_given_outputs(node: Any, outputs: Iterable[int]) -> set[TensorDtype]:
     # For an output without a gradient, such as an index, autograd has no dtype and reports fp32.
     every = node._input_metadata
     described = [every[number] for number in outputs]
@@ -125,11 +129,11 @@ def _is_protected(node: Any, function: Any, given: set[TensorDtype]) -> bool:
     if under_autocast is None:
         return False
     if under_autocast:
-        return any(code.co_filename == _TORCHS_DECORATORS for code in _codes(function.backward))
+        return any(code.co_filename == _TORCHS_DECORATORS for code in _list_code_objects(function.backward))
     return not any(is_narrow(one.dtype) for one in given)
 
 
-def _codes(method: Any) -> list[CodeType]:
+def _list_code_objects(method: Any) -> list[CodeType]:
     """Return the code of a method and of what it decorates, outermost first."""
     found: list[CodeType] = []
     for _ in range(_DEEPEST):
@@ -140,17 +144,19 @@ def _codes(method: Any) -> list[CodeType]:
     return found
 
 
-def _finding(function: Any, taken: set[TensorDtype], given: set[TensorDtype], device_type: str) -> Finding:
+def _build_mixed_formats_finding(
+    function: Any, taken: set[TensorDtype], given: set[TensorDtype], device_type: str
+) -> Finding:
     return Finding(
         ID,
         "warning",
         f"{function.__name__} takes {_name_formats(taken)} and returns {_name_formats(given)}: its forward runs under "
         "autocast and its backward does not, and nothing says which format is meant",
-        _fix(function, f'device_type="{device_type}"'),
+        _advise_decorators(function, f'device_type="{device_type}"'),
     )
 
 
-def _fix(function: Any, device: str) -> str:
+def _advise_decorators(function: Any, device: str) -> str:
     # torch's decorators store on the first argument of forward, which is no context if `setup_context` is separate.
     if function.setup_context is not torch.autograd.Function.setup_context:
         return "keep it in fp32: {island}"
@@ -161,4 +167,4 @@ def _fix(function: Any, device: str) -> str:
 
 
 def _name_formats(met: set[TensorDtype]) -> str:
-    return " and ".join(sorted({name_of(one.dtype) for one in met})) or "no numbers"
+    return " and ".join(sorted({name_dtype(one.dtype) for one in met})) or "no numbers"

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from halfstep.finding import Finding
 from halfstep.formats import FP32, Format, widest_dtype
-from halfstep.observe.lint.seen import NarrowOperation, number
+from halfstep.observe.lint.seen import NarrowOperation, format_four_digits
 
 _aten = torch.ops.aten
 _ARITHMETIC = (_aten.mul, _aten.add, _aten.sub, _aten.div)
@@ -23,20 +23,20 @@ def look(seen: NarrowOperation) -> Finding | None:
     if not seen.has_values:
         return None
     if seen.packet is _aten.arange:
-        return _find_miscounted(seen.result, seen.format)
+        return _find_rounded_range(seen.result, seen.format)
     taken = seen.inputs[:1] if seen.packet is _aten._to_copy else [t for t in seen.inputs if not t.is_floating_point()]
     for given in taken:
         # One number per sample or token: integer images lose no more than other values.
         sizes = [size for size in given.shape if size > 1]
         if not given.dim() or len(sizes) > 2 or given.dtype is torch.bool or isinstance(given, nn.Parameter):
             continue
-        found = _find_rounded(given, seen.format)
+        found = _find_rounded_integers(given, seen.format)
         if found is not None:
             return found
     return None
 
 
-def _find_rounded(given: Tensor, format: Format) -> Finding | None:
+def _find_rounded_integers(given: Tensor, format: Format) -> Finding | None:
     wide = given.detach().to(widest_dtype(given.device))
     largest = wide.max().item()
     counts = format.largest_exact_integer
@@ -53,13 +53,13 @@ def _find_rounded(given: Tensor, format: Format) -> Finding | None:
     return Finding(
         "integers-rounded",
         "warning",
-        f"integers up to {number(largest)} are rounded to {format.name}, which counts to {counts}: "
-        f"{number(before)} becomes {number(became)}{merged}",
+        f"integers up to {format_four_digits(largest)} are rounded to {format.name}, which counts to {counts}: "
+        f"{format_four_digits(before)} becomes {format_four_digits(became)}{merged}",
         _FIX,
     )
 
 
-def _find_miscounted(result: Tensor, format: Format) -> Finding | None:
+def _find_rounded_range(result: Tensor, format: Format) -> Finding | None:
     counts, length = format.largest_exact_integer, result.numel()
     wide = result.detach().to(widest_dtype(result.device))
     distinct = wide.unique().numel()

@@ -12,17 +12,17 @@ from torch import nn
 from torch._ops import OpOverloadPacket
 
 from halfstep.finding import Finding
-from halfstep.json_data import JsonResult, json_data
+from halfstep.json_data import JsonResult, convert_to_json_data
 from halfstep.observe.lint import angles, eps, integers, masks, merged_positions, softmax, stored, sums, variance
-from halfstep.observe.lint.seen import Rule, seen
+from halfstep.observe.lint.seen import Rule, find_narrow_operation
 from halfstep.observe.recorder import OUTSIDE, Operation
-from halfstep.user_code import running_line
+from halfstep.user_code import find_running_line
 
 _RULES: tuple[Any, ...] = (integers, merged_positions, angles, sums, masks, softmax, variance)
 
 
 @dataclass(frozen=True)
-class Spotted(JsonResult):
+class PlacedFinding(JsonResult):
     """A finding and its place."""
 
     finding: Finding
@@ -34,10 +34,15 @@ class Spotted(JsonResult):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data: those of the finding, then the place."""
-        return {**json_data(self.finding), "module": self.module, "line": self.line, "modules": list(self.modules)}
+        return {
+            **convert_to_json_data(self.finding),
+            "module": self.module,
+            "line": self.line,
+            "modules": list(self.modules),
+        }
 
 
-class Lint:
+class LintListener:
     """A listener that collects findings; `spotted()` returns them, errors first."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,30 +50,30 @@ class Lint:
         self._rules: dict[OpOverloadPacket, list[Rule]] = defaultdict(list)
         for rule in _RULES:
             self._add_rule(rule.PACKETS, rule.look)
-        for follows in (eps.Eps(), variance.Differences()):
+        for follows in (eps.EpsRule(), variance.DifferenceRule()):
             self._add_rule(follows.packets, follows)
-        self._found: dict[tuple[str, str], list[Spotted]] = {}
-        if (narrow := stored.look(model)) is not None:
+        self._found: dict[tuple[str, str], list[PlacedFinding]] = {}
+        if (narrow := stored.find_narrow_weights(model)) is not None:
             self.emit(narrow, "", None)
-        for module, finding in merged_positions.stored(model):
+        for module, finding in merged_positions.find_merged_stored_positions(model):
             self.emit(finding, module, None)
 
     @torch.no_grad()
     def __call__(self, operation: Operation) -> None:
         rules = self._rules.get(operation.function._overloadpacket)
-        looked_at = seen(operation, self._buffers) if rules else None
+        looked_at = find_narrow_operation(operation, self._buffers) if rules else None
         if not rules or looked_at is None:
             return
         for rule in rules:
             finding = rule(looked_at)
             if finding is not None:
-                self.emit(finding, operation.module, running_line())
+                self.emit(finding, operation.module, find_running_line())
 
     def emit(self, finding: Finding, module: str, line: str | None) -> None:
         """Store a finding; the same finding from one line in many modules is reported once."""
-        self._found.setdefault((finding.id, line or module), []).append(Spotted(finding, module, line))
+        self._found.setdefault((finding.id, line or module), []).append(PlacedFinding(finding, module, line))
 
-    def spotted(self) -> tuple[Spotted, ...]:
+    def spotted(self) -> tuple[PlacedFinding, ...]:
         """Return the findings, errors first."""
         merged = [_merge_findings(group) for group in self._found.values()]
         order = {"error": 0, "warning": 1, "note": 2}
@@ -79,12 +84,12 @@ class Lint:
             self._rules[packet].append(rule)
 
 
-def placed(finding: Finding, module: str, line: str | None) -> Finding:
+def add_finding_location(finding: Finding, module: str, line: str | None) -> Finding:
     """Return a finding whose evidence starts with the location and whose fix names the module."""
-    return _merge_findings([Spotted(finding, module, line)]).finding
+    return _merge_findings([PlacedFinding(finding, module, line)]).finding
 
 
-def _merge_findings(group: list[Spotted]) -> Spotted:
+def _merge_findings(group: list[PlacedFinding]) -> PlacedFinding:
     first = group[0]
     modules = tuple(dict.fromkeys(one.module for one in group))
     named = first.module not in ("", OUTSIDE)

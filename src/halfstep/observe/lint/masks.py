@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.finding import Finding
-from halfstep.formats import Format, format_of, is_narrow
-from halfstep.observe.lint.seen import NarrowOperation, number
+from halfstep.formats import Format, find_format, is_narrow
+from halfstep.observe.lint.seen import NarrowOperation, format_four_digits
 
 _aten = torch.ops.aten
 _FILLS = (
@@ -27,7 +27,7 @@ _NAN = "a fully masked row becomes NaN"
 def look(seen: NarrowOperation) -> Finding | None:
     """Return a finding for a mask value that overflows the result's format, or None."""
     if seen.packet is _aten._to_copy:
-        return _cast(seen)
+        return _find_cast_overflow(seen)
     if seen.packet is _aten.mul:
         # If the first input has other values than zeros and ones, the product decides.
         given = seen.inputs[0]
@@ -36,11 +36,11 @@ def look(seen: NarrowOperation) -> Finding | None:
             return None
     for scalar in seen.scalars():
         if abs(scalar) > seen.format.largest:
-            return too_large(scalar, seen.format, _REFUSED if seen.packet in _FILLS else _NAN)
+            return build_mask_overflow_finding(scalar, seen.format, _REFUSED if seen.packet in _FILLS else _NAN)
     return None
 
 
-def written(function: Any, given: Sequence[Any], named: Mapping[str, object]) -> Finding | None:
+def find_unseen_overflow(function: Any, given: Sequence[Any], named: Mapping[str, object]) -> Finding | None:
     """Return a finding for a number that torch converts or refuses before any operation shows it, or None."""
     dtype, values, so = named.get("dtype"), given[:1], _NAN
     if function is Tensor.__setitem__:  # x[mask] = -1e9
@@ -49,14 +49,14 @@ def written(function: Any, given: Sequence[Any], named: Mapping[str, object]) ->
         values, so = [*given[1:2], named.get("fill_value")], _REFUSED
     elif function is not torch.tensor:
         return None
-    format = format_of(dtype) if isinstance(dtype, torch.dtype) and is_narrow(dtype) else None
+    format = find_format(dtype) if isinstance(dtype, torch.dtype) and is_narrow(dtype) else None
     numbers = [float(value) for value in values if isinstance(value, float | int)]
     if format is None or not numbers or not format.largest < abs(numbers[0]) < math.inf:
         return None
-    return too_large(numbers[0], format, so)
+    return build_mask_overflow_finding(numbers[0], format, so)
 
 
-def _cast(seen: NarrowOperation) -> Finding | None:
+def _find_cast_overflow(seen: NarrowOperation) -> Finding | None:
     """Return a finding for the cast of a tensor of two values, the lower of which becomes -inf."""
     given = seen.inputs[0]
     if not seen.has_values or not given.is_floating_point() or given.requires_grad or isinstance(given, nn.Parameter):
@@ -65,15 +65,15 @@ def _cast(seen: NarrowOperation) -> Finding | None:
     is_mask = low < -seen.format.largest and high <= 0 and bool(((given == low) | (given == high)).all())
     if not is_mask or low == -torch.inf or not bool(seen.result.isinf().any()):
         return None
-    return too_large(low, seen.format, _NAN)
+    return build_mask_overflow_finding(low, seen.format, _NAN)
 
 
-def too_large(scalar: float, format: Format, so: str) -> Finding:
+def build_mask_overflow_finding(scalar: float, format: Format, so: str) -> Finding:
     """Return the finding for a number that overflows a format, with its consequence `so`."""
     return Finding(
         "mask-overflows",
         "error" if so is _REFUSED else "warning",
-        f"{number(scalar)} is {math.copysign(math.inf, scalar)} in {format.name}, "
-        f"which ends at {number(format.largest)}: {so}",
+        f"{format_four_digits(scalar)} is {math.copysign(math.inf, scalar)} in {format.name}, "
+        f"which ends at {format_four_digits(format.largest)}: {so}",
         "mask with torch.finfo(x.dtype).min, or with a boolean mask: scaled_dot_product_attention(attn_mask=keep)",
     )

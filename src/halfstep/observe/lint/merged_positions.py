@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.finding import Finding
-from halfstep.formats import Format, format_of, is_narrow, widest_dtype
+from halfstep.formats import Format, find_format, is_narrow, widest_dtype
 from halfstep.observe.lint.seen import NarrowOperation
 
 PACKETS = (torch.ops.aten._to_copy,)
@@ -18,15 +18,15 @@ def look(seen: NarrowOperation) -> Finding | None:
     """Return a finding for the cast of a sorted buffer, if some of its values become equal."""
     if seen.buffer is None or not seen.has_values or not seen.inputs[0].is_floating_point():
         return None
-    line = _monotonic_values(seen.inputs[0])
-    return None if line is None else _merged_finding(seen.buffer, line, seen.format)
+    line = _find_monotonic_values(seen.inputs[0])
+    return None if line is None else _find_merged_values(seen.buffer, line, seen.format)
 
 
-def stored(model: nn.Module) -> list[tuple[str, Finding]]:
+def find_merged_stored_positions(model: nn.Module) -> list[tuple[str, Finding]]:
     """Return findings, by module, for buffers of integers that were stored in a narrow format, as by model.half()."""
     found = []
     for name, buffer in model.named_buffers():
-        format = format_of(buffer.dtype)
+        format = find_format(buffer.dtype)
         if format is None or not is_narrow(buffer.dtype) or buffer.numel() < _FEWEST:
             continue
         wide = buffer.detach().to(widest_dtype(buffer.device)).flatten()
@@ -44,7 +44,7 @@ def stored(model: nn.Module) -> list[tuple[str, Finding]]:
     return found
 
 
-def _monotonic_values(buffer: Tensor) -> Tensor | None:
+def _find_monotonic_values(buffer: Tensor) -> Tensor | None:
     """Return the values of a strictly monotonic buffer, or None."""
     if buffer.numel() < _FEWEST or max(buffer.shape) != buffer.numel():
         return None
@@ -53,7 +53,7 @@ def _monotonic_values(buffer: Tensor) -> Tensor | None:
     return line if bool((steps > 0).all() | (steps < 0).all()) else None
 
 
-def _merged_finding(name: str, line: Tensor, format: Format) -> Finding | None:
+def _find_merged_values(name: str, line: Tensor, format: Format) -> Finding | None:
     left = line.to(format.dtype).unique().numel()
     if left == line.numel():
         return None

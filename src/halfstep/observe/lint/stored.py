@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 from halfstep.finding import Finding
-from halfstep.formats import format_of, is_narrow
+from halfstep.formats import find_format, is_narrow
 
 
-def look(model: nn.Module) -> Finding | None:
+def find_narrow_weights(model: nn.Module) -> Finding | None:
     """Return a finding for trainable parameters in a narrow format, or None."""
     narrow = {name: p for name, p in model.named_parameters() if p.requires_grad and is_narrow(p.dtype)}
     if not narrow:
         return None
     first, parameter = next(iter(narrow.items()))
-    format = format_of(parameter.dtype)
+    format = find_format(parameter.dtype)
     assert format is not None
     total = sum(1 for p in model.parameters() if p.requires_grad)
     return Finding(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from halfstep.finding import Finding
-from halfstep.observe.lint.seen import NarrowOperation, number
-from halfstep.observe.nonfinite_origin import all_finite, largest_finite
+from halfstep.observe.lint.seen import NarrowOperation, format_four_digits
+from halfstep.observe.nonfinite_origin import find_largest_finite, is_all_finite
 
 _aten = torch.ops.aten
 PACKETS = (_aten.sum, _aten.cumsum, _aten.mean, _aten.norm, _aten.linalg_vector_norm, _aten.logsumexp, _aten.prod)
@@ -14,28 +14,28 @@ PACKETS = (_aten.sum, _aten.cumsum, _aten.mean, _aten.norm, _aten.linalg_vector_
 
 def look(seen: NarrowOperation) -> Finding | None:
     """Return a finding for a reduction that overflows or miscounts, or None."""
-    if not seen.has_values or not seen.inputs or not all(map(all_finite, seen.inputs)):
+    if not seen.has_values or not seen.inputs or not all(map(is_all_finite, seen.inputs)):
         return None
-    if not all_finite(seen.result):
+    if not is_all_finite(seen.result):
         return _find_overflow(seen)
-    return _find_miscounted(seen) if seen.packet is _aten.cumsum else None
+    return _find_rounded_cumsum(seen) if seen.packet is _aten.cumsum else None
 
 
 def _find_overflow(seen: NarrowOperation) -> Finding | None:
     wide = seen.in_fp32()
-    if wide is None or not largest_finite(wide) > seen.format.largest:
+    if wide is None or not find_largest_finite(wide) > seen.format.largest:
         return None
     length = seen.inputs[0].numel() // max(seen.result.numel() if seen.packet is not _aten.cumsum else 1, 1)
     return Finding(
         "reduction-overflows",
         "error",
-        f"{_name(seen)} over {length} numbers is {number(largest_finite(wide))}, "
-        f"and {seen.format.name} ends at {number(seen.format.largest)}",
-        f"widen before it: halfstep.widen(x).{_name(seen)}(...), or {{island}}",
+        f"{_name_reduction(seen)} over {length} numbers is {format_four_digits(find_largest_finite(wide))}, "
+        f"and {seen.format.name} ends at {format_four_digits(seen.format.largest)}",
+        f"widen before it: halfstep.widen(x).{_name_reduction(seen)}(...), or {{island}}",
     )
 
 
-def _find_miscounted(seen: NarrowOperation) -> Finding | None:
+def _find_rounded_cumsum(seen: NarrowOperation) -> Finding | None:
     """Return a finding for positions found by counting ones: neighbors become equal. A sum is rounded only once."""
     given = seen.inputs[0]
     counts = seen.format.largest_exact_integer
@@ -49,10 +49,11 @@ def _find_miscounted(seen: NarrowOperation) -> Finding | None:
     return Finding(
         "count-rounded",
         "warning",
-        f"{_name(seen)} counts {number(true)} ones as {number(found)}: {seen.format.name} counts to {counts}",
+        f"{_name_reduction(seen)} counts {format_four_digits(true)} ones as {format_four_digits(found)}: "
+        f"{seen.format.name} counts to {counts}",
         "count in integers or in fp32: mask.cumsum(-1) before the cast",
     )
 
 
-def _name(seen: NarrowOperation) -> str:
+def _name_reduction(seen: NarrowOperation) -> str:
     return {"linalg_vector_norm": "norm"}.get(name := str(seen.packet).removeprefix("aten."), name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.finding import Finding
-from halfstep.observe.lint.seen import NarrowOperation, number
+from halfstep.observe.lint.seen import NarrowOperation, format_four_digits
 
 _aten = torch.ops.aten
 _SPREADS = (_aten.var, _aten.var_mean, _aten.std, _aten.std_mean)
@@ -24,7 +24,7 @@ def look(seen: NarrowOperation) -> Finding | None:
     """Return a finding for a group whose values differ by less than the format's spacing at their size, or None."""
     if not seen.has_values:
         return None
-    groups = _groups(seen)
+    groups = _reshape_groups(seen)
     if groups is None or groups.shape[1] < 2:
         return None
     wide = groups.float()
@@ -38,13 +38,14 @@ def look(seen: NarrowOperation) -> Finding | None:
     return Finding(
         "variance-of-rounding",
         "warning",
-        f"numbers about {number(size)} that spread by {number(spread[worst].item())}: at that size "
-        f"{seen.format.name} has steps of {number(step)}, so the variance is rounding",
+        f"numbers about {format_four_digits(size)} that spread by {format_four_digits(spread[worst].item())}: at "
+        "that size "
+        f"{seen.format.name} has steps of {format_four_digits(step)}, so the variance is rounding",
         _FIX,
     )
 
 
-def _groups(seen: NarrowOperation) -> Tensor | None:
+def _reshape_groups(seen: NarrowOperation) -> Tensor | None:
     """Return groups × values, for the variance of each group; None if they cannot be determined."""
     given: Tensor = seen.inputs[0]
     arguments: Any = seen.operation.arguments
@@ -63,7 +64,7 @@ def _groups(seen: NarrowOperation) -> Tensor | None:
     return given.movedim(last, list(range(-len(last), 0))).reshape(-1, math.prod(given.shape[d] for d in last))
 
 
-class Differences:
+class DifferenceRule:
     """A rule that follows the difference of nearly equal narrow values until a root or logarithm of it is taken."""
 
     packets = (
@@ -108,7 +109,7 @@ class Differences:
         return Finding(
             "variance-in-half",
             "warning",
-            f"{number(a)} - {number(b)} in {seen.format.name} is mostly rounding, "
+            f"{format_four_digits(a)} - {format_four_digits(b)} in {seen.format.name} is mostly rounding, "
             "and a root or a logarithm is taken of it",
             "compute a variance with torch.var, or in fp32: {island}",
         )

@@ -6,13 +6,13 @@ import gc
 
 import torch
 
-from halfstep.measure.candidate import Candidate, peak_of
-from halfstep.measure.case import Case, case_of
-from halfstep.measure.memory.estimate import ledger_of
+from halfstep.measure.candidate import Candidate, measure_update_peak
+from halfstep.measure.case import Case, build_case
+from halfstep.measure.memory.estimate import estimate_ledger
 from halfstep.measure.setting import StepSetting
 from halfstep.precision.precision import Precision
-from halfstep.selftest.part import Measured, PartContext, PartSkipped, require
-from halfstep.selftest.small import batch, classified, convolutional_model
+from halfstep.selftest.part import PartContext, PartResult, PartSkipped, require
+from halfstep.selftest.small import build_convolutional_model, compute_classification_loss, create_image_batch
 
 WITHIN = 1.25
 """The largest factor between the two. What a kernel takes inside itself is not predicted, and differs by device."""
@@ -22,16 +22,20 @@ _SAMPLES = {"cpu": 16}
 _MANY = 256
 
 
-def check(place: PartContext) -> Measured:
+def check(place: PartContext) -> PartResult:
     """Compare the peaks of one update."""
     kind = place.described.kind
     if kind not in _COUNTED:
         raise PartSkipped(f"the allocator of {kind} keeps no peak")
     samples = _SAMPLES.get(kind, _MANY)
     host = torch.device("cpu")
-    case = case_of(convolutional_model(host, width=64), classified, batch(host, samples=samples, size=32))
+    case = build_case(
+        build_convolutional_model(host, width=64),
+        compute_classification_loss,
+        create_image_batch(host, samples=samples, size=32),
+    )
     precisions = {precision.name: precision for precision in (place.native()[0], place.chosen())}
-    pairs = {name: _pair(case, precision, place) for name, precision in precisions.items()}
+    pairs = {name: _measure_peaks(case, precision, place) for name, precision in precisions.items()}
     for name, (predicted, counted) in pairs.items():
         factor = max(predicted, counted) / max(1, min(predicted, counted))
         words = f"{name}: {predicted / 2**20:.1f} MiB were predicted, and {counted / 2**20:.1f} MiB counted"
@@ -41,16 +45,16 @@ def check(place: PartContext) -> Measured:
         for name, (predicted, counted) in pairs.items()
     )
     figures = {name: {"predicted": predicted, "counted": counted} for name, (predicted, counted) in pairs.items()}
-    return Measured(words, figures)
+    return PartResult(words, figures)
 
 
-def _pair(case: Case, precision: Precision, place: PartContext) -> tuple[int, int]:
+def _measure_peaks(case: Case, precision: Precision, place: PartContext) -> tuple[int, int]:
     setting = StepSetting(precision.name)
-    predicted = ledger_of(lambda: case, setting, place.device).peak
+    predicted = estimate_ledger(lambda: case, setting, place.device).peak
     if place.described.kind == "cpu":
-        return predicted, peak_of(Candidate(case, setting, place.device))
+        return predicted, measure_update_peak(Candidate(case, setting, place.device))
     # A first one for what stays afterwards, such as the workspaces of cuBLAS, which is no part of an update.
     Candidate(case, setting, place.device).step()
     gc.collect()
     before = torch.accelerator.memory_allocated(place.device)
-    return predicted, peak_of(Candidate(case, setting, place.device)) - before
+    return predicted, measure_update_peak(Candidate(case, setting, place.device)) - before

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from halfstep.errors import PrecisionNotObserved
 from halfstep.observe.flops import SHARE_REQUIRED
 from halfstep.precision.precision import Precision
-from halfstep.selftest.part import Measured, PartContext, PartFailed, require
-from halfstep.selftest.small import batch, classified, convolutional_model
+from halfstep.selftest.part import PartContext, PartFailed, PartResult, require
+from halfstep.selftest.small import build_convolutional_model, compute_classification_loss, create_image_batch
 from halfstep.step.stepper import Stepper
 
 
@@ -26,23 +26,23 @@ class _WithoutAutocast(nn.Module):
             return found
 
 
-def check(place: PartContext) -> Measured:
+def check(place: PartContext) -> PartResult:
     """Look at what every native precision of the device runs in."""
     shares = {precision.name: _measure_share(precision, place.device) for precision in place.native()}
     for precision in place.native():
         if precision.casts:
             _require_refusal(precision, place.device)
     words = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    return Measured(f"{words} of the work", {"shares": shares})
+    return PartResult(f"{words} of the work", {"shares": shares})
 
 
 def _measure_share(precision: Precision, device: torch.device) -> float:
-    model = convolutional_model(device)
+    model = build_convolutional_model(device)
     # Seen with nothing of halfstep's: the format in which a layer's output arrives.
     seen: set[torch.dtype] = set()
     next(model.children()).register_forward_hook(lambda _module, _inputs, output: seen.add(output.dtype))
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision)
-    stepper.step(classified, batch(device))
+    stepper.step(compute_classification_loss, create_image_batch(device))
     wanted = precision.narrow or torch.float32
     require(seen == {wanted}, f"{precision}: a convolution's output was {', '.join(map(str, seen))}, not {wanted}")
     found = stepper.observed
@@ -54,11 +54,11 @@ def _measure_share(precision: Precision, device: torch.device) -> float:
 
 
 def _require_refusal(precision: Precision, device: torch.device) -> None:
-    model = _WithoutAutocast(convolutional_model(device), device)
+    model = _WithoutAutocast(build_convolutional_model(device), device)
     before = [p.detach().clone() for p in model.parameters()]
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision=precision)
     try:
-        stepper.step(classified, batch(device))
+        stepper.step(compute_classification_loss, create_image_batch(device))
     except PrecisionNotObserved:
         same = all(map(torch.equal, before, model.parameters()))
         require(same, f"{precision}: a step that was refused moved the weights")

@@ -12,8 +12,8 @@ from torch import nn
 from halfstep import clock
 from halfstep.measure.timing import Stopwatch
 from halfstep.precision.precision import Precision
-from halfstep.selftest.part import Measured, PartContext, require
-from halfstep.selftest.small import Batch, batch, classified, convolutional_model
+from halfstep.selftest.part import PartContext, PartResult, require
+from halfstep.selftest.small import Batch, build_convolutional_model, compute_classification_loss, create_image_batch
 from halfstep.step.stepper import Stepper
 
 MOST = 1.5
@@ -25,26 +25,30 @@ _SIZES = {"cpu": (8, 32)}
 _LARGE = (64, 64)
 
 
-def check(place: PartContext) -> Measured:
+def check(place: PartContext) -> PartResult:
     """Time both, in the precision that `auto` chooses, and the one written by hand against itself."""
     device, precision = place.device, place.chosen()
     samples, size = _SIZES.get(device.type, _LARGE)
-    data = batch(device, samples=samples, size=size)
+    data = create_image_batch(device, samples=samples, size=size)
     model, optimizer = _make_trained(device, precision)
     stepper = Stepper(model, optimizer, precision=precision)
     arms = {
-        "by hand": _handwritten_step(device, precision, data),
-        "again": _handwritten_step(device, precision, data),
-        "stepper": lambda: stepper.step(classified, data),
+        "by hand": _build_handwritten_step(device, precision, data),
+        "again": _build_handwritten_step(device, precision, data),
+        "stepper": lambda: stepper.step(compute_classification_loss, data),
     }
     for arm in arms.values():
         for _ in range(_WARM):
             arm()
     for _ in range(_ROUNDS):
         watch = Stopwatch(device)
-        turns = list(clock.interleaved({name: partial(watch.seconds, arm) for name, arm in arms.items()}, _PAIRS))
+        turns = list(
+            clock.iterate_interleaved_times({name: partial(watch.seconds, arm) for name, arm in arms.items()}, _PAIRS)
+        )
         base = [times["by hand"] for times in turns]
-        found, itself = (clock.compare([times[name] for times in turns], base) for name in ("stepper", "again"))
+        found, itself = (
+            clock.compare_paired_times([times[name] for times in turns], base) for name in ("stepper", "again")
+        )
         if found.median <= MOST:
             break
     require(
@@ -53,17 +57,17 @@ def check(place: PartContext) -> Measured:
     added = found.added_seconds * 1e6
     figures = {"ratio": found.median, "against_itself": itself.median, "added_us": added, "pairs": found.pairs}
     words = f"{found.median:.3f}x of by hand in {precision} (aa {itself.median:.3f}x)"
-    return Measured(words, figures | {"precision": precision.name})
+    return PartResult(words, figures | {"precision": precision.name})
 
 
-def _handwritten_step(device: torch.device, precision: Precision, data: Batch) -> Callable[[], object]:
+def _build_handwritten_step(device: torch.device, precision: Precision, data: Batch) -> Callable[[], object]:
     model, optimizer = _make_trained(device, precision)
     scaler = torch.amp.GradScaler(device.type, enabled=precision.scaled)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
         with precision.autocast(device):
-            loss = classified(model, data)
+            loss = compute_classification_loss(model, data)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -73,6 +77,6 @@ def _handwritten_step(device: torch.device, precision: Precision, data: Batch) -
 
 
 def _make_trained(device: torch.device, precision: Precision) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = copy.deepcopy(convolutional_model(device, width=32))
+    model = copy.deepcopy(build_convolutional_model(device, width=32))
     precision.prepare(model, device)
     return model, torch.optim.AdamW(model.parameters(), 1e-4, fused=True)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.measure.parity import half_a_point, margin_of, parity
-from halfstep.precision.precision import Precision, precision_named
-from halfstep.selftest.part import Measured, PartContext, require
+from halfstep.measure.parity import compare_paired_metrics, compute_margin, compute_smallest_margin
+from halfstep.precision.precision import Precision, resolve_precision_name
+from halfstep.selftest.part import PartContext, PartResult, require
 from halfstep.step.stepper import Stepper
 
 SEEDS, STEPS = 5, 120
@@ -20,28 +20,28 @@ _ATTEMPTS = 30
 """A loss scale in fp16 may have to fall; the batch is taken again, so that all runs have as many updates."""
 
 
-def check(place: PartContext) -> Measured:
+def check(place: PartContext) -> PartResult:
     """Train both ways from the same weights on the same batches, and compare the losses on other data."""
     chosen = place.chosen()
     # bf16 on a device that only emulates it gives the same numbers, slowly.
-    narrow = chosen if chosen.casts else precision_named("bf16")
-    base = [_train_and_validate(place.device, precision_named("fp32"), seed) for seed in range(SEEDS)]
+    narrow = chosen if chosen.casts else resolve_precision_name("bf16")
+    base = [_train_and_validate(place.device, resolve_precision_name("fp32"), seed) for seed in range(SEEDS)]
     other = [_train_and_validate(place.device, narrow, seed) for seed in range(SEEDS)]
-    margin = margin_of(base, points=half_a_point(base, higher_is_better=False))
-    found = parity(base, other, margin, higher_is_better=False)
+    margin = compute_margin(base, points=compute_smallest_margin(base, higher_is_better=False))
+    found = compare_paired_metrics(base, other, margin, higher_is_better=False)
     mean = sum(base) / SEEDS
     apart = (sum(other) / SEEDS - mean) / mean
     words = f"{narrow} loss {apart:+.2%} of fp32's, margin {margin.size / mean:.1%}"
     require(found.verdict == "same", f"{words}: {found.verdict} ({found.note or 'outside of the margin'})")
     figures = {"fp32": base, narrow.name: other, "margin": margin.size, "verdict": found.verdict}
-    return Measured(words, figures)
+    return PartResult(words, figures)
 
 
 def _train_and_validate(device: torch.device, precision: Precision, seed: int) -> float:
     """Return the loss on data that was not trained on; the seed decides which samples are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        teacher, model = _network(), _network().to(device)
+        teacher, model = _build_network(), _build_network().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), _RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     stepper = Stepper(model, optimizer, precision=precision, schedule=schedule)
@@ -54,7 +54,7 @@ def _train_and_validate(device: torch.device, precision: Precision, seed: int) -
         return float(_loss(model, _batch(teacher, _UNSEEN, torch.Generator().manual_seed(0), device)))
 
 
-def _network() -> nn.Module:
+def _build_network() -> nn.Module:
     return nn.Sequential(nn.Linear(_INPUTS, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, 4))
 
 

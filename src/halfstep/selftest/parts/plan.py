@@ -6,27 +6,27 @@ import torch
 
 from halfstep.measure.plan.page import Plan
 from halfstep.measure.plan.plan import plan
-from halfstep.selftest.part import Measured, PartContext, require
-from halfstep.selftest.small import batch, classified, convolutional_model
+from halfstep.selftest.part import PartContext, PartResult, require
+from halfstep.selftest.small import build_convolutional_model, compute_classification_loss, create_image_batch
 
 SECONDS = 12.0
 
 
-def check(place: PartContext) -> Measured:
+def check(place: PartContext) -> PartResult:
     """Plan for a small model, all settings in this process."""
     host = torch.device("cpu")
-    model, data = convolutional_model(host, width=32), batch(host, samples=16, size=32)
-    found = plan(model, classified, data, seconds=SECONDS, device=place.described.place)
+    model, data = build_convolutional_model(host, width=32), create_image_batch(host, samples=16, size=32)
+    found = plan(model, compute_classification_loss, data, seconds=SECONDS, device=place.described.place)
     require(not found.interrupted, "the plan was interrupted")
-    _check(found, [precision.name for precision in place.native()])
+    _check_plan(found, [precision.name for precision in place.native()])
     choice, speed = str(found.choice.setting), found.choice.speed
     speedup = speed.speedup if speed else 1.0
     timed = sum(cell.speed is not None for cell in found.ladder)
     figures = {"choice": choice, "speedup": speedup, "timed": timed, "parity": found.parity.verdict}
-    return Measured(f"{choice}: {speedup:.2f}x fp32; {timed} settings timed", figures)
+    return PartResult(f"{choice}: {speedup:.2f}x fp32; {timed} settings timed", figures)
 
 
-def _check(found: Plan, native: list[str]) -> None:
+def _check_plan(found: Plan, native: list[str]) -> None:
     choice, speed = found.choice.setting, found.choice.speed
     require(choice in [cell.setting for cell in found.ladder], f"{choice} was chosen and is none of the settings")
     require(choice.precision in native, f"{choice} was chosen, and is not native here")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from halfstep.precision.probe import measure
+from halfstep.precision.probe import measure_speedups
 from halfstep.precision.select import choose_precision
-from halfstep.selftest.part import Measured, PartContext, PartFailed, require
+from halfstep.selftest.part import PartContext, PartFailed, PartResult, require
 
 
-def check(place: PartContext) -> Measured:
+def check(place: PartContext) -> PartResult:
     """Measure anew, and hold the choice against it."""
     # Not `fresh=True` in the choice as well: two measurements may differ, and this is about one.
-    found = measure(place.described, fresh=True)
+    found = measure_speedups(place.described, fresh=True)
     native = [precision.name for precision in place.native()]
     broken = {name: why for name, why in found.failures.items() if name in native}
     if broken:
@@ -25,4 +25,4 @@ def check(place: PartContext) -> Measured:
     require((speeds[chosen] or 1.0) >= min(1.0, best), f"auto chose {chosen}, which is slower than fp32 here")
     words = ", ".join(f"{name} {speed:.2f}x" for name, speed in speeds.items() if speed and name != "fp32")
     figures = {"chosen": chosen, "speedups": {name: dict(each) for name, each in found.speedups.items()}}
-    return Measured(f"auto: {chosen}" + (f"; {words}" if words else ""), figures)
+    return PartResult(f"auto: {chosen}" + (f"; {words}" if words else ""), figures)

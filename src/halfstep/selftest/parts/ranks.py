@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import RankFailed
-from halfstep.selftest.part import Measured, PartContext, PartSkipped, require
-from halfstep.selftest.small import Batch, batch, classified, convolutional_model
+from halfstep.selftest.part import PartContext, PartResult, PartSkipped, require
+from halfstep.selftest.small import Batch, build_convolutional_model, compute_classification_loss, create_image_batch
 from halfstep.step.report import LOSS_NOT_FINITE
 from halfstep.step.stepper import Stepper
 
@@ -28,17 +28,17 @@ class _Planted(Exception):
     """The error of one rank's loss function."""
 
 
-def check(place: PartContext) -> Measured:
+def check(place: PartContext) -> PartResult:
     """Start a rank for each device, or two on a CPU, and compare their decisions."""
-    count, backend = _world(place.device)
-    rank = partial(decide, kind=place.device.type, count=count, store=place.written("ranks") / "store")
+    count, backend = _choose_world(place.device)
+    rank = partial(join_and_run_windows, kind=place.device.type, count=count, store=place.written("ranks") / "store")
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as ranks:
         answers = dict(enumerate(ranks.map(rank, range(count))))
-    agreed(answers)
-    return Measured(f"{count} ranks on {backend}: 4 of 4 decisions equal", {"ranks": count, "backend": backend})
+    check_rank_decisions(answers)
+    return PartResult(f"{count} ranks on {backend}: 4 of 4 decisions equal", {"ranks": count, "backend": backend})
 
 
-def agreed(answers: dict[int, dict[str, Any]]) -> None:
+def check_rank_decisions(answers: dict[int, dict[str, Any]]) -> None:
     """Raise PartFailed if the ranks did not decide alike, or did not decide right."""
     wanted = {"clean": None, "nan": LOSS_NOT_FINITE, "again": None}
     for rank, answer in sorted(answers.items()):
@@ -55,7 +55,7 @@ def agreed(answers: dict[int, dict[str, Any]]) -> None:
     require(first["clean"]["weights"] != first["again"]["weights"], "an applied window did not change the weights")
 
 
-def _world(device: torch.device) -> tuple[int, str]:
+def _choose_world(device: torch.device) -> tuple[int, str]:
     """Return the number of ranks and the backend; raise PartSkipped where several ranks cannot run."""
     if not dist.is_available():
         raise PartSkipped("this torch was built without torch.distributed")
@@ -68,36 +68,36 @@ def _world(device: torch.device) -> tuple[int, str]:
     return min(count, MOST_RANKS), str(backend)
 
 
-def decisions(device: torch.device) -> dict[str, Any]:
+def run_windows(device: torch.device) -> dict[str, Any]:
     """Take the windows on this rank of a process group, and return how each ended, as plain data."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    model = convolutional_model(device)
+    model = build_convolutional_model(device)
     stepper = Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), precision="fp32")
     found: dict[str, Any] = {}
     for seed, window in enumerate(("clean", "nan", "again")):
-        images, classes = batch(device, seed=10 * seed + rank)
+        images, classes = create_image_batch(device, seed=10 * seed + rank)
         if window == "nan" and rank == last:
             images = images * float("nan")
-        report = stepper.step(classified, (images, classes))
+        report = stepper.step(compute_classification_loss, (images, classes))
         # Sums to the last bit, of parameters alone: buffers are each rank's own, as batch statistics are.
         weights = [float(p.detach().double().sum()).hex() for p in model.parameters()]
         found[window] = {"reason": report.reason, "weights": weights}
     try:
-        stepper.step(partial(_raising, fails=rank == last), batch(device, seed=rank))
+        stepper.step(partial(_compute_failing_loss, fails=rank == last), create_image_batch(device, seed=rank))
         found["error_of_one"] = "lost"
     except (_Planted, RankFailed) as error:
         found["error_of_one"] = type(error).__name__
     return found
 
 
-def _raising(model: nn.Module, data: Batch, fails: bool) -> Tensor:
-    loss = classified(model, data)
+def _compute_failing_loss(model: nn.Module, data: Batch, fails: bool) -> Tensor:
+    loss = compute_classification_loss(model, data)
     if fails:
         raise _Planted
     return loss
 
 
-def decide(rank: int, kind: str, count: int, store: Path) -> dict[str, Any]:
+def join_and_run_windows(rank: int, kind: str, count: int, store: Path) -> dict[str, Any]:
     """Join the other ranks, take the windows, and return how they ended."""
     device, backend = torch.device(kind), "gloo"
     if kind != "cpu":
@@ -107,6 +107,6 @@ def decide(rank: int, kind: str, count: int, store: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     limit = timedelta(seconds=PATIENCE)
     dist.init_process_group(backend, store.as_uri(), limit, rank=rank, world_size=count)
-    found = decisions(device)
+    found = run_windows(device)
     dist.destroy_process_group()
     return found

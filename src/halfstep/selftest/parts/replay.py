@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from halfstep.guard.diagnosis.diagnoser import diagnose
 from halfstep.guard.verdict import CODE, PRECISION, Cause, Verdict
-from halfstep.precision.precision import Precision, precision_named
-from halfstep.selftest.part import Measured, PartContext, require
+from halfstep.precision.precision import Precision, resolve_precision_name
+from halfstep.selftest.part import PartContext, PartResult, require
 from halfstep.step.loss import StaticScale
 from halfstep.step.report import LOSS_NOT_FINITE
 from halfstep.step.stepper import Stepper
@@ -32,7 +32,7 @@ class _Logarithm(nn.Module):
         return torch.log(hidden * 0.0)
 
 
-class _Around(nn.Module):
+class _PlantedBlock(nn.Module):
     """A block with the planted module inside, so that its path has two parts."""
 
     def __init__(self, planted: nn.Module) -> None:
@@ -47,25 +47,25 @@ class _Around(nn.Module):
 class _Model(nn.Module):
     def __init__(self, planted: nn.Module) -> None:
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(8, 16), _Around(planted), nn.Linear(16, 4)
+        self.first, self.middle, self.last = nn.Linear(8, 16), _PlantedBlock(planted), nn.Linear(16, 4)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden: Tensor = self.last(self.middle(self.first(inputs)))
         return hidden
 
 
-def check(place: PartContext) -> Measured:
+def check(place: PartContext) -> PartResult:
     """Plant both, and compare what is named with what was planted."""
-    overflow = _verdict(_Overflow(), precision_named("fp16"), place.device)
+    overflow = _diagnose_planted(_Overflow(), resolve_precision_name("fp16"), place.device)
     _require_named(overflow, "aten.mul", PRECISION)
     islands = [remedy for remedy in overflow.remedies if remedy.kind == "island" and remedy.works]
     require(bool(islands), "no island was found that fixes an overflow of fp16")
-    _require_named(_verdict(_Logarithm(), place.chosen(), place.device), "aten.log", CODE)
+    _require_named(_diagnose_planted(_Logarithm(), place.chosen(), place.device), "aten.log", CODE)
     figures = {"planted": 2, "place": _PLACE, "remedy": islands[0].target}
-    return Measured("2 of 2 named, and an island as the remedy", figures)
+    return PartResult("2 of 2 named, and an island as the remedy", figures)
 
 
-def _verdict(planted: nn.Module, precision: Precision, device: torch.device) -> Verdict:
+def _diagnose_planted(planted: nn.Module, precision: Precision, device: torch.device) -> Verdict:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _Model(planted).to(device)

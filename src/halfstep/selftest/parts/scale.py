@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.precision.precision import precision_named
-from halfstep.selftest.part import Measured, PartContext, PartFailed, require
+from halfstep.precision.precision import resolve_precision_name
+from halfstep.selftest.part import PartContext, PartFailed, PartResult, require
 from halfstep.step.loss import DynamicScale, LossScale, StaticScale
 from halfstep.step.report import GRADIENT_OVERFLOW
 from halfstep.step.stepper import Stepper
@@ -17,33 +17,33 @@ _TOLERANCE = 0.02
 _ATTEMPTS = 30
 
 
-class _Scaled:
+class _ScaledTraining:
     """A linear model in fp16: on a CPU a convolution's backward has no kernel of this format."""
 
     def __init__(self, device: torch.device, scale: LossScale) -> None:
         self.model, self.batch = _model(device), _batch(device)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.stepper = Stepper(self.model, optimizer, precision=precision_named("fp16"), loss_scale=scale)
+        self.stepper = Stepper(self.model, optimizer, precision=resolve_precision_name("fp16"), loss_scale=scale)
 
     def weights(self) -> Tensor:
         return torch.cat([p.detach().flatten().cpu() for p in self.model.parameters()])
 
 
-def check(place: PartContext) -> Measured:
+def check(place: PartContext) -> PartResult:
     """Compare one update with fp32's, then follow a dynamic scale through an overflow."""
-    error = _update_error(place.device)
+    error = _measure_update_error(place.device)
     require(error <= _TOLERANCE, f"an update in fp16 differs from fp32's by {error:.1%} of its norm")
     falls = _follow_scale(place.device)
     figures = {"update_error": error, "falls": falls}
-    return Measured(f"update {error:.2%} off fp32's, {falls} halvings", figures)
+    return PartResult(f"update {error:.2%} off fp32's, {falls} halvings", figures)
 
 
-def _update_error(device: torch.device) -> float:
+def _measure_update_error(device: torch.device) -> float:
     """Return the distance of fp16's update from the one of a plain loop in fp32, relative to its norm."""
     plain, data = _model(device), _batch(device)
     _loss(plain, data).backward()
     wanted = -torch.cat([p.grad.flatten().cpu() for p in plain.parameters() if p.grad is not None])
-    scaled = _Scaled(device, StaticScale(2.0**10))
+    scaled = _ScaledTraining(device, StaticScale(2.0**10))
     before = scaled.weights()
     report = scaled.stepper.step(_loss, scaled.batch)
     require(report.applied, f"a step with a loss scale of 1024 was skipped: {report.reason}")
@@ -52,7 +52,7 @@ def _update_error(device: torch.device) -> float:
 
 def _follow_scale(device: torch.device) -> int:
     """Follow a scale that begins too high; return how often it fell before the first update."""
-    scaled = _Scaled(device, DynamicScale(init_scale=2.0**24, growth_interval=2))
+    scaled = _ScaledTraining(device, DynamicScale(init_scale=2.0**24, growth_interval=2))
     before, last, falls = scaled.weights(), 2.0**24, 0
     while not (report := scaled.stepper.step(_loss, scaled.batch)).applied:
         require(report.reason == GRADIENT_OVERFLOW, f"a loss scale of {last:.0f} ended as {report.reason}")

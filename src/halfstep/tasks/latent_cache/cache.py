@@ -17,16 +17,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from halfstep import distributed
-from halfstep.data.dataset import BadSample, Sample, Source, WrappedSource, files_of, without_image
+from halfstep.data.dataset import BadSample, Sample, Source, WrappedSource, list_sample_files, read_without_image
 from halfstep.data.fingerprint import fingerprint
 from halfstep.errors import BadData, NotBegun, StorageFailed
-from halfstep.files import cache_folder, write_json
-from halfstep.numbers import size as in_words
+from halfstep.files import find_cache_folder, write_json
+from halfstep.numbers import format_bytes as in_words
 from halfstep.safetensors_header import content
 from halfstep.status_line import OnProgress
-from halfstep.tasks.latent_cache.encoding import Encoding, evenly, here, ready_image
-from halfstep.train.signals import asked_to_stop
-from halfstep.train.task import no_progress
+from halfstep.tasks.latent_cache.encoding import (
+    MomentEncoder,
+    read_finite_image,
+    resolve_local_ranks,
+    select_spaced_numbers,
+)
+from halfstep.train.signals import find_stop_signal
+from halfstep.train.task import ignore_progress
 from halfstep.train.weights import save_weights
 
 VERSION = "2"
@@ -35,7 +40,7 @@ LOOKED_AT = 32
 """How many images are hashed as the autoencoder sees them: generated samples have no file, and readers change."""
 
 
-def words_of(encoding: Encoding, source: Source, parts: Mapping[str, str]) -> dict[str, str]:
+def collect_key_parts(encoding: MomentEncoder, source: Source, parts: Mapping[str, str]) -> dict[str, str]:
     """Return everything the latents of a source depend on: the caller's `parts`, and the data itself."""
     (found,) = fingerprint(source).parts
     words = {
@@ -44,18 +49,18 @@ def words_of(encoding: Encoding, source: Source, parts: Mapping[str, str]) -> di
         "samples": str(found.samples),
         "names": found.order,
         "files": found.digest,
-        "images": _looks(encoding, source),
+        "images": _compute_image_digest(encoding, source),
     }
     if not found.whole:
         # The fingerprint of a large set does not read every byte; modification times catch the other changes.
-        words["times"] = _times(source)
+        words["times"] = _compute_times_digest(source)
     return words
 
 
-def _looks(encoding: Encoding, source: Source) -> str:
+def _compute_image_digest(encoding: MomentEncoder, source: Source) -> str:
     digest = hashlib.sha256()
-    for number in evenly(len(source), LOOKED_AT):
-        image = ready_image(source, number, encoding.image_of)
+    for number in select_spaced_numbers(len(source), LOOKED_AT):
+        image = read_finite_image(source, number, encoding.image_of)
         if image is None:
             digest.update(b"unreadable")
         else:
@@ -64,10 +69,10 @@ def _looks(encoding: Encoding, source: Source) -> str:
     return digest.hexdigest()
 
 
-def _times(source: Source) -> str:
+def _compute_times_digest(source: Source) -> str:
     digest = hashlib.sha256()
     for name, path in sorted(
-        {(name, os.fspath(path)) for i in range(len(source)) for name, path in files_of(source, i)}
+        {(name, os.fspath(path)) for i in range(len(source)) for name, path in list_sample_files(source, i)}
     ):
         try:
             # File names need not be valid UTF-8; the length prefix keeps two lists of names from the same hash.
@@ -84,7 +89,7 @@ MOMENTS, GOOD = "moments", "good"
 
 
 @dataclass(frozen=True)
-class Chunks:
+class LatentChunks:
     """The files of one set of latents, in a folder named after their key.
 
     Each file holds its own SHA-256. Concurrent runs that encode the same set overwrite each other's files, perhaps with
@@ -112,11 +117,11 @@ class Chunks:
         first = next((row for row in rows if row is not None), torch.zeros(2, 1, 1))
         moments = torch.stack([torch.zeros_like(first) if row is None else row for row in rows])
         good = torch.tensor([row is not None for row in rows])
-        about = {"key": self.key, "chunk": str(chunk), "sha256": _digest(moments, good)}
+        about = {"key": self.key, "chunk": str(chunk), "sha256": _compute_moments_digest(moments, good)}
         try:
             save_weights({MOMENTS: moments, GOOD: good}, self.path(chunk), about)
         except (OSError, SafetensorError) as error:
-            raise no_room(f"{self.path(chunk)} could not be written: {error}") from error
+            raise build_storage_error(f"{self.path(chunk)} could not be written: {error}") from error
 
     def open(self, chunk: int) -> Any:
         """Open a chunk memory-mapped, and check its key and its shape.
@@ -126,10 +131,10 @@ class Chunks:
         opened = safe_open(self.path(chunk), "pt")  # type: ignore[no-untyped-call]
         about = opened.metadata() or {}
         if (about.get("key"), about.get("chunk")) != (self.key, str(chunk)) or set(opened.keys()) != {MOMENTS, GOOD}:
-            raise refused(self.path(chunk), "its latents do not match its name")
+            raise build_cache_file_error(self.path(chunk), "its latents do not match its name")
         count = len(self.numbers(chunk))
         if any(opened.get_slice(name).get_shape()[:1] != [count] for name in (MOMENTS, GOOD)):
-            raise refused(self.path(chunk), f"it does not contain {count} samples")
+            raise build_cache_file_error(self.path(chunk), f"it does not contain {count} samples")
         return opened
 
     def is_there(self, chunk: int) -> bool:
@@ -153,9 +158,9 @@ class Chunks:
         except (OSError, SafetensorError):
             return False
         if not bool(torch.isfinite(moments).all()):
-            raise refused(self.path(chunk), "it contains numbers that are not finite")
-        if opened.metadata().get("sha256") != _digest(moments, good):
-            raise refused(self.path(chunk), "its numbers have a different SHA-256 than was written")
+            raise build_cache_file_error(self.path(chunk), "it contains numbers that are not finite")
+        if opened.metadata().get("sha256") != _compute_moments_digest(moments, good):
+            raise build_cache_file_error(self.path(chunk), "its numbers have a different SHA-256 than was written")
         return True
 
     def unread(self, chunk: int) -> list[int]:
@@ -173,10 +178,10 @@ class Chunks:
         try:
             write_json(path, {"key": self.key, "about": dict(about)})
         except OSError as error:
-            raise no_room(f"{path} could not be written: {error}") from error
+            raise build_storage_error(f"{path} could not be written: {error}") from error
 
 
-def refused(path: Path, why: str) -> BadData:
+def build_cache_file_error(path: Path, why: str) -> BadData:
     """Return the error for a cache file that must not be used."""
     return BadData(
         f"{path} is not used: {why}",
@@ -185,7 +190,7 @@ def refused(path: Path, why: str) -> BadData:
     )
 
 
-def no_room(given: str) -> StorageFailed:
+def build_storage_error(given: str) -> StorageFailed:
     """Return the error for a cache folder that cannot be written."""
     return StorageFailed(
         given,
@@ -194,7 +199,7 @@ def no_room(given: str) -> StorageFailed:
     )
 
 
-def _digest(moments: Tensor, good: Tensor) -> str:
+def _compute_moments_digest(moments: Tensor, good: Tensor) -> str:
     digest = hashlib.sha256(f"{tuple(moments.shape)}".encode())
     for tensor in (moments, good):
         digest.update(content(tensor))
@@ -213,7 +218,7 @@ SPARE = 1.05
 class CachedLatents:
     """The cached moments of samples by number. Files are opened on first read, so the object can be sent to workers."""
 
-    def __init__(self, chunks: Chunks, notes: list[str]) -> None:
+    def __init__(self, chunks: LatentChunks, notes: list[str]) -> None:
         self.chunks, self.notes = chunks, notes
         self._opened: dict[int, Any] = {}
 
@@ -243,12 +248,12 @@ class CachedLatents:
                 do="start the run again with the same command: missing latents are encoded again",
             ) from error
         if not bool(torch.isfinite(moments).all()):
-            raise refused(path, f"it contains numbers that are not finite, in row {row}")
+            raise build_cache_file_error(path, f"it contains numbers that are not finite, in row {row}")
         return moments
 
     def spread(self, most: int = FAIR) -> Iterator[Tensor]:
         """Yield the moments of samples spread evenly over the source; each rank yields its share."""
-        for number in evenly(len(self), most)[distributed.rank() :: distributed.size()]:
+        for number in select_spaced_numbers(len(self), most)[distributed.rank() :: distributed.count_ranks()]:
             moments = self.moments(number)
             if moments is not None:
                 yield moments
@@ -262,8 +267,8 @@ class CachedLatents:
         return self._opened[chunk]
 
 
-def cached(
-    encoding: Encoding, source: Source, *, parts: Mapping[str, str], on_progress: OnProgress = no_progress
+def load_or_encode_latents(
+    encoding: MomentEncoder, source: Source, *, parts: Mapping[str, str], on_progress: OnProgress = ignore_progress
 ) -> CachedLatents:
     """Find the cached latents of a source and encode the missing ones. Collective: every rank calls it and shares the
     work.
@@ -273,19 +278,19 @@ def cached(
     `NotBegun` on a signal.
     """
     # The key must be equal on all ranks, or each would look for another folder.
-    words = distributed.rank_zero_or_raise(lambda: words_of(encoding, source, parts))
+    words = distributed.run_on_rank_zero(lambda: collect_key_parts(encoding, source, parts))
     key = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
-    chunks = Chunks(cache_folder() / FOLDER / key, key, len(source))
-    lacking = distributed.all_gather_or_raise(lambda: _list_missing_chunks(encoding, source, chunks))
+    chunks = LatentChunks(find_cache_folder() / FOLDER / key, key, len(source))
+    lacking = distributed.run_and_gather_results(lambda: _list_missing_chunks(encoding, source, chunks))
     missing = sorted({chunk for some in lacking for chunk in some})
     encoder = ChunkEncoder(encoding, source, chunks, parts["format"], on_progress)
-    encoder.fill(missing, distributed.rank(), distributed.size())
+    encoder.fill(missing, distributed.rank(), distributed.count_ranks())
     # Hosts without a shared disk see only what their own ranks wrote; each host encodes what it lacks.
-    unseen = distributed.all_gather_or_raise(lambda: [chunk for chunk in missing if not chunks.is_there(chunk)])
-    encoder.fill(unseen[distributed.rank()], *here())
+    unseen = distributed.run_and_gather_results(lambda: [chunk for chunk in missing if not chunks.is_there(chunk)])
+    encoder.fill(unseen[distributed.rank()], *resolve_local_ranks())
     # Rank 0 writes the description; on hosts that do not see its disk, the first local rank does.
-    distributed.all_gather_or_raise(lambda: chunks.describe(words) if distributed.rank() == 0 else None)
-    distributed.all_gather_or_raise(lambda: chunks.describe(words) if here()[0] == 0 else None)
+    distributed.run_and_gather_results(lambda: chunks.describe(words) if distributed.rank() == 0 else None)
+    distributed.run_and_gather_results(lambda: chunks.describe(words) if resolve_local_ranks()[0] == 0 else None)
     encoded = len(missing)
     what = f"{encoded} of {len(chunks)} files encoded now" if encoded else "found, nothing encoded"
     return CachedLatents(chunks, [f"latents of {chunks.samples:,} samples in {chunks.folder}: {what}"])
@@ -295,25 +300,25 @@ class ChunkEncoder:
     """Encodes missing chunks, one per rank and turn, so that all ranks learn at once of one that failed."""
 
     def __init__(
-        self, encoding: Encoding, source: Source, chunks: Chunks, computed_in: str, on_progress: OnProgress
+        self, encoding: MomentEncoder, source: Source, chunks: LatentChunks, computed_in: str, on_progress: OnProgress
     ) -> None:
         self.encoding, self.source, self.chunks, self.computed_in = encoding, source, chunks, computed_in
         # One progress bar for all ranks.
-        self.on_progress = on_progress if distributed.rank() == 0 else no_progress
+        self.on_progress = on_progress if distributed.rank() == 0 else ignore_progress
 
     def fill(self, missing: list[int], rank: int, size: int) -> None:
         """Encode `missing`; collective. Each rank encodes every `size`-th chunk, starting at `rank`."""
         # Every rank takes the same number of turns, even with nothing to encode: each turn is a collective.
-        turns = max(distributed.all_gather_or_raise(lambda: -(-len(missing) // size)))
+        turns = max(distributed.run_and_gather_results(lambda: -(-len(missing) // size)))
         if not turns:
             return
-        distributed.all_gather_or_raise(lambda: self._check_disk_space(missing))
+        distributed.run_and_gather_results(lambda: self._check_disk_space(missing))
         mine, samples = missing[rank::size], len(self._numbers(missing))
         with closing(self.encoding.rows(self.source, self._numbers(mine))) as rows:
             for turn in range(turns):
-                signals = distributed.all_gather_or_raise(lambda turn=turn: self._next(mine[turn : turn + 1], rows))  # type: ignore[misc]
+                signals = distributed.run_and_gather_results(lambda turn=turn: self._next(mine[turn : turn + 1], rows))  # type: ignore[misc]
                 self.on_progress(samples * (turn + 1) // turns, samples)
-                _go_on(signals, self.chunks)
+                _check_stop_signals(signals, self.chunks)
 
     def _check_disk_space(self, missing: list[int]) -> None:
         """Raise `StorageFailed` before encoding where the disk has no room."""
@@ -327,7 +332,7 @@ class ChunkEncoder:
         free = shutil.disk_usage(next(place for place in folder.parents if place.is_dir())).free
         if needed > free:
             text = f"the latents of {samples:,} samples take {in_words(needed)} in {folder}"
-            raise no_room(f"{text}, and the disk has {in_words(free)} left")
+            raise build_storage_error(f"{text}, and the disk has {in_words(free)} left")
 
     def _numbers(self, chunks: list[int]) -> list[int]:
         return [number for chunk in chunks for number in self.chunks.numbers(chunk)]
@@ -339,7 +344,7 @@ class ChunkEncoder:
             for number, moments in found:
                 self._finite(number, moments)
             self.chunks.write(chunk, [moments for _, moments in found])
-        return asked_to_stop()
+        return find_stop_signal()
 
     def _finite(self, number: int, moments: Tensor | None) -> None:
         if moments is None or bool(torch.isfinite(moments).all()):
@@ -353,21 +358,21 @@ class ChunkEncoder:
         )
 
 
-def _list_missing_chunks(encoding: Encoding, source: Source, chunks: Chunks) -> list[int]:
+def _list_missing_chunks(encoding: MomentEncoder, source: Source, chunks: LatentChunks) -> list[int]:
     """Return the chunks that must be encoded, among those this rank has to check on its host."""
-    first, step = here()
+    first, step = resolve_local_ranks()
 
     def serves(chunk: int) -> bool:
         return chunks.is_whole(chunk) and not any(map(is_good_now, chunks.unread(chunk)))
 
     def is_good_now(number: int) -> bool:
         # A temporary disk error must not exclude a sample forever: try it again in every run.
-        return ready_image(source, number, encoding.image_of) is not None
+        return read_finite_image(source, number, encoding.image_of) is not None
 
     return [chunk for chunk in range(first, len(chunks), step) if not serves(chunk)]
 
 
-def _go_on(signals: list[str | None], chunks: Chunks) -> None:
+def _check_stop_signals(signals: list[str | None], chunks: LatentChunks) -> None:
     """Raise `NotBegun` on all ranks where one of them was asked to stop; the chunks written so far remain."""
     signal = next(filter(None, signals), None)
     if signal is not None:
@@ -397,8 +402,8 @@ class LatentSource(WrappedSource):
         if moments is None:
             self.source.read(index)  # raises the precise error
             raise BadSample(self.name(index), "it has no latents: it could not be read when they were encoded")
-        return {**without_image(self.source, index), "moments": moments}
+        return {**read_without_image(self.source, index), "moments": moments}
 
     def without_image(self, index: int) -> Sample:
         """Return a sample without decoding its image."""
-        return without_image(self.source, index)
+        return read_without_image(self.source, index)

@@ -17,15 +17,15 @@ from halfstep import distributed
 from halfstep.data.dataset import BadSample, Sample, Source, Subset, ValSamples
 from halfstep.data.loader import ValLoader
 from halfstep.errors import BadData
-from halfstep.launch_variables import launched_rank
+from halfstep.launch_variables import read_launched_rank
 
 
-def here() -> tuple[int, int]:
+def resolve_local_ranks() -> tuple[int, int]:
     """Return the local rank and the local world size: this rank among those on its host."""
     if "LOCAL_RANK" not in os.environ:
         # Without torchrun's variables, all ranks are taken to be on one host.
-        return distributed.rank(), distributed.size()
-    launched = launched_rank()
+        return distributed.rank(), distributed.count_ranks()
+    launched = read_launched_rank()
     return launched.local_rank, launched.local_world_size or 1
 
 
@@ -33,7 +33,7 @@ LEAST, MOST = -30.0, 20.0
 """Bounds of the log variance, the same as diffusers'."""
 
 
-def bounded(moments: Tensor) -> tuple[Tensor, Tensor]:
+def split_moments(moments: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and the clamped log variance; `moments` is one sample or a batch."""
     mean, spread = moments.chunk(2, dim=-3)
     return mean, spread.clamp(LEAST, MOST)
@@ -46,7 +46,7 @@ FAIR = 512
 
 
 @dataclass(frozen=True)
-class Encoding:
+class MomentEncoder:
     """How the image of a sample becomes latent moments, that is mean and log variance."""
 
     encode: Callable[[Tensor], Tensor]
@@ -61,7 +61,7 @@ class Encoding:
         """Yield each number with the moments of its sample, on the host; None for a sample that cannot be read."""
         if not numbers:
             return
-        ready = Ready(source, numbers, self.image_of, self.shape(source))
+        ready = AutoencoderImages(source, numbers, self.image_of, self.shape(source))
         loader = ValLoader(
             ValSamples(ready, _keep_sample, seed=0),
             batch_size=self.batch_size,
@@ -87,7 +87,7 @@ class Encoding:
         Raise `BadData` if none of the first `TRIES` samples can be read.
         """
         for number in range(min(len(source), TRIES)):
-            image = ready_image(source, number, self.image_of)
+            image = read_finite_image(source, number, self.image_of)
             if image is not None:
                 return tuple(image.shape)
         raise BadData(
@@ -98,12 +98,14 @@ class Encoding:
 
     def spread(self, source: Source, most: int = FAIR) -> Iterator[Tensor]:
         """Yield the moments of samples spread evenly over the source; each rank yields its share."""
-        for _, moments in self.rows(source, evenly(len(source), most)[distributed.rank() :: distributed.size()]):
+        for _, moments in self.rows(
+            source, select_spaced_numbers(len(source), most)[distributed.rank() :: distributed.count_ranks()]
+        ):
             if moments is not None:
                 yield moments
 
 
-class Ready(Subset):
+class AutoencoderImages(Subset):
     """Samples of a source as the autoencoder sees them.
 
     An unreadable sample becomes an empty image with `good` false, so that the other samples keep their positions.
@@ -117,12 +119,12 @@ class Ready(Subset):
 
     def read(self, index: int) -> Sample:
         """Return the image of a sample and whether it is good."""
-        image = ready_image(self.source, self.numbers[index], self.image_of)
+        image = read_finite_image(self.source, self.numbers[index], self.image_of)
         good = torch.tensor(image is not None)
         return {"image": torch.zeros(self.shape) if image is None else image, "good": good}
 
 
-def ready_image(source: Source, number: int, image_of: Callable[[Sample], Tensor]) -> Tensor | None:
+def read_finite_image(source: Source, number: int, image_of: Callable[[Sample], Tensor]) -> Tensor | None:
     """Return the image of a sample in fp32; None if it cannot be read or has non-finite values."""
     try:
         image = image_of(source.read(number)).to(torch.float32)
@@ -131,7 +133,7 @@ def ready_image(source: Source, number: int, image_of: Callable[[Sample], Tensor
     return image if bool(torch.isfinite(image).all()) else None
 
 
-def evenly(count: int, most: int) -> list[int]:
+def select_spaced_numbers(count: int, most: int) -> list[int]:
     """Return at most `most` evenly spaced numbers below `count`.
 
     The first samples alone would not do: they may all be of one class.
@@ -153,7 +155,7 @@ ENOUGH = 32
 """Samples per rank that are enough for this warning; without a cache, encoding more could take long."""
 
 
-def measured_scale(moments: Iterable[Tensor]) -> float:
+def measure_latent_scale(moments: Iterable[Tensor]) -> float:
     """Return 1 / the standard deviation of the latents over all ranks; the result is the same on each.
 
     Raise `BadData` if the latents are non-finite or constant.
@@ -168,7 +170,7 @@ def measured_scale(moments: Iterable[Tensor]) -> float:
     return 1.0 / deviation
 
 
-def doubts(scale: float, moments: Iterable[Tensor]) -> list[str]:
+def describe_scale_misfit(scale: float, moments: Iterable[Tensor]) -> list[str]:
     """Return a warning line where a scale that came with an autoencoder does not fit its latents.
 
     diffusers writes a scaling_factor into every config, by default that of another autoencoder. Non-finite latents give
@@ -189,19 +191,19 @@ def _measure_spread(moments: Iterable[Tensor]) -> tuple[float, float]:
 
     The variance of latents is the variance of their means plus the mean of their own variances.
     """
-    sums = distributed.all_gather_or_raise(lambda: _sums(moments))
+    sums = distributed.run_and_gather_results(lambda: _sum_moments(moments))
     count, total, squares, own = (math.fsum(column) for column in zip(*sums, strict=True))
     # Every rank has the sums of all ranks, so all compute the same scale.
     variance = (squares / count - (total / count) ** 2 + own / count) if count else math.nan
     return count, math.sqrt(variance) if variance >= 0 else math.nan
 
 
-def _sums(moments: Iterable[Tensor]) -> list[float]:
+def _sum_moments(moments: Iterable[Tensor]) -> list[float]:
     """Return the count, the sum and the sum of squares of the means, and the sum of the variances."""
     # E[x²] - E[x]² cancels badly, and millions of values are added: float64 keeps enough digits.
     sums = torch.zeros(4, dtype=torch.float64)
     for one in moments:
-        mean, logarithm = bounded(one.detach().cpu().to(torch.float64))
+        mean, logarithm = split_moments(one.detach().cpu().to(torch.float64))
         own = logarithm.exp()
         number = torch.tensor(mean.numel(), dtype=torch.float64)
         sums += torch.stack([number, mean.sum(), mean.square().sum(), own.sum()])

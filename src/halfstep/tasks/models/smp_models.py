@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from halfstep.errors import BadRecipe, MissingExtra, unknown_name
+from halfstep.errors import BadRecipe, MissingExtra, build_unknown_name_error
 from halfstep.tasks.models.unet import UNet
-from halfstep.tasks.shared.pretrained import check_timms_name, fetched, unknown_among_many
+from halfstep.tasks.shared.pretrained import build_unknown_model_error, build_with_fetched_weights, check_timm_name
 
 OWN = "unet"
 PREFIX = "smp-"
@@ -17,13 +17,13 @@ TIMM = "tu-"
 """The prefix of encoders that smp takes from timm; there are too many to list."""
 
 
-def pixelwise_model(options: Any, channels: int, outputs: int) -> nn.Module:
+def build_segmentation_model(options: Any, channels: int, outputs: int) -> nn.Module:
     """Return the model that a recipe names, for images with `channels` and `outputs` logits per pixel.
 
     Raise `BadRecipe`, `UnknownName` or `MissingExtra` where it cannot be built.
     """
     if options.name != OWN:
-        return _theirs(options, channels, outputs)
+        return _build_smp_model(options, channels, outputs)
     if options.weights == "pretrained":
         raise BadRecipe(
             "model.weights=pretrained with model.name=unet",
@@ -33,18 +33,18 @@ def pixelwise_model(options: Any, channels: int, outputs: int) -> nn.Module:
     return UNet(channels, outputs, options.width, options.depth)
 
 
-def _theirs(options: Any, channels: int, outputs: int) -> nn.Module:
-    smp = _package()
+def _build_smp_model(options: Any, channels: int, outputs: int) -> nn.Module:
+    smp = _import_smp()
     kind = options.name.removeprefix(PREFIX)
     if kind not in smp.MODEL_ARCHITECTURES_MAPPING:
         names = [PREFIX + name if name == OWN else name for name in smp.MODEL_ARCHITECTURES_MAPPING]
-        raise unknown_name("model.name", options.name, [OWN, *names])
+        raise build_unknown_name_error("model.name", options.name, [OWN, *names])
     known = smp.encoders.encoders
     timms = options.encoder.startswith(TIMM)
     if timms:
-        check_timms_name("model.encoder", options.encoder.removeprefix(TIMM), TIMM)
+        check_timm_name("model.encoder", options.encoder.removeprefix(TIMM), TIMM)
     elif options.encoder not in known:
-        raise unknown_among_many("model.encoder", options.encoder, known, "segmentation-models-pytorch")
+        raise build_unknown_model_error("model.encoder", options.encoder, known, "segmentation-models-pytorch")
 
     def build(weights: str | bool | None) -> nn.Module:
         try:
@@ -74,10 +74,10 @@ def _theirs(options: Any, channels: int, outputs: int) -> nn.Module:
         repository = (found.hf_hub_id or "") if found else ""
     else:
         repository = settings["imagenet"]["repo_id"]
-    return fetched(lambda: build(True if timms else "imagenet"), options.encoder, repository)
+    return build_with_fetched_weights(lambda: build(True if timms else "imagenet"), options.encoder, repository)
 
 
-def _package() -> Any:
+def _import_smp() -> Any:
     try:
         import segmentation_models_pytorch  # type: ignore[import-untyped]
     except ImportError as error:

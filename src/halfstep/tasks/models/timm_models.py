@@ -7,16 +7,16 @@ from typing import Any
 from torch import nn
 
 from halfstep.errors import BadRecipe, HalfstepError, MissingExtra
-from halfstep.tasks.shared.images import Pixels, usual
-from halfstep.tasks.shared.pretrained import check_timms_name, fetched
+from halfstep.tasks.shared.images import PixelNormalization, choose_normalization
+from halfstep.tasks.shared.pretrained import build_with_fetched_weights, check_timm_name
 
 
-def imagewise_model(options: Any, channels: int, outputs: int, size: int) -> nn.Module:
+def build_timm_model(options: Any, channels: int, outputs: int, size: int) -> nn.Module:
     """Return the timm model that a recipe names, for images of `channels` and `size`, with `outputs` logits.
 
     Raise `BadRecipe`, `UnknownName` or `MissingExtra` where it cannot be built.
     """
-    timm = timm_package("model.name", options.name)
+    timm = import_timm("model.name", options.name)
     settings = timm.get_pretrained_cfg(options.name)
     arguments: dict[str, object] = {"in_chans": channels, "num_classes": outputs, "drop_rate": options.drop_rate}
     # Only models with a fixed input size accept img_size; others raise TypeError for it.
@@ -43,12 +43,12 @@ def imagewise_model(options: Any, channels: int, outputs: int, size: int) -> nn.
     return model
 
 
-def expected_pixels(options: Any, channels: int) -> Pixels:
+def choose_pixel_normalization(options: Any, channels: int) -> PixelNormalization:
     """Return the normalization that pretrained weights were trained with; the usual one for random weights."""
     if options.weights == "none" or channels != 3:
-        return usual(channels)
-    settings = timm_package("model.name", options.name).get_pretrained_cfg(options.name)
-    return Pixels(tuple(settings.mean), tuple(settings.std)) if settings else usual(channels)
+        return choose_normalization(channels)
+    settings = import_timm("model.name", options.name).get_pretrained_cfg(options.name)
+    return PixelNormalization(tuple(settings.mean), tuple(settings.std)) if settings else choose_normalization(channels)
 
 
 def _build_pretrained(build: Any, options: Any, settings: Any) -> nn.Module:
@@ -58,7 +58,7 @@ def _build_pretrained(build: Any, options: Any, settings: Any) -> nn.Module:
             allowed="models that timm has weights for",
             do="write model.weights=none, or choose another model",
         )
-    return fetched(build, options.name, settings.hf_hub_id or "", settings.url or "")
+    return build_with_fetched_weights(build, options.name, settings.hf_hub_id or "", settings.url or "")
 
 
 def _shrink_stem(model: nn.Module, channels: int, name: str) -> None:
@@ -76,7 +76,7 @@ def _shrink_stem(model: nn.Module, channels: int, name: str) -> None:
     model.maxpool = nn.Identity()
 
 
-def timm_package(field: str, name: str) -> Any:
+def import_timm(field: str, name: str) -> Any:
     """Return timm. Raise `MissingExtra` if it is not installed, `UnknownName` for a model it does not have."""
     try:
         import timm
@@ -86,5 +86,5 @@ def timm_package(field: str, name: str) -> Any:
             allowed="halfstep with the extra vision",
             do="pip install 'halfstep[train,vision]'",
         ) from error
-    check_timms_name(field, name)
+    check_timm_name(field, name)
     return timm

@@ -19,11 +19,12 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
         self.down = nn.ModuleList(
-            _double(before, after) for before, after in zip([in_channels, *widths[:-2]], widths[:-1], strict=True)
+            _build_double_convolution(before, after)
+            for before, after in zip([in_channels, *widths[:-2]], widths[:-1], strict=True)
         )
-        self.bottom = _double(widths[-2], widths[-1])
-        self.up = nn.ModuleList(Up(2 * across, across) for across in reversed(widths[:-1]))
-        self.apply(_initialize)
+        self.bottom = _build_double_convolution(widths[-2], widths[-1])
+        self.up = nn.ModuleList(UpBlock(2 * across, across) for across in reversed(widths[:-1]))
+        self.apply(_initialize_weights)
         # Created after `apply`, to keep torch's default initialization: logits that start out equal take long to
         # separate.
         self.head = nn.Conv2d(width, out_channels, 1)
@@ -43,13 +44,13 @@ class UNet(nn.Module):
         return out
 
 
-class Up(nn.Module):
+class UpBlock(nn.Module):
     """Upsample by two, concatenate the skip connection, and apply two convolutions."""
 
     def __init__(self, channels: int, across: int) -> None:
         super().__init__()
         self.grow = nn.ConvTranspose2d(channels, across, 2, stride=2)
-        self.mix = _double(2 * across, across)
+        self.mix = _build_double_convolution(2 * across, across)
 
     def forward(self, x: Tensor, across: Tensor) -> Tensor:
         # Pooling rounded up, so this is at most one row and one column too large.
@@ -59,14 +60,14 @@ class Up(nn.Module):
         return out
 
 
-def _double(before: int, after: int) -> nn.Sequential:
+def _build_double_convolution(before: int, after: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for channels in (before, after):
         layers += [nn.Conv2d(channels, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers)
 
 
-def _initialize(module: nn.Module) -> None:
+def _initialize_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         if module.bias is not None:

@@ -20,7 +20,7 @@ FEW = 16
 """Up to this many cells, one comparison and sum per cell is faster than many additions to few addresses."""
 
 
-def counted(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
+def count_confusion(rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return, per sample, how many elements are `row` in one tensor and `column` in the other: samples × rows ×
     columns.
 
@@ -96,7 +96,7 @@ class Confusion:
         ]
 
 
-def overlaps(tables: Tensor) -> dict[str, Tensor]:
+def compute_overlaps(tables: Tensor) -> dict[str, Tensor]:
     """Return the IoU, the Dice score and the pixel accuracy of each sample, from samples × truth × prediction.
 
     As in the `Overlap` metric: the foreground's with two classes, otherwise the mean over the classes present.
@@ -117,7 +117,7 @@ def overlaps(tables: Tensor) -> dict[str, Tensor]:
 
 
 @island
-def overlap_loss(logits: Tensor, target: Tensor, ignored: int, dice: float) -> Tensor:
+def compute_overlap_loss(logits: Tensor, target: Tensor, ignored: int, dice: float) -> Tensor:
     """Return cross-entropy mixed with a share `dice` of the Dice loss; `ignored` pixels count in neither.
 
     One logit per pixel means two classes. Where every pixel is ignored, the loss and its gradients are 0.
@@ -138,10 +138,10 @@ def overlap_loss(logits: Tensor, target: Tensor, ignored: int, dice: float) -> T
         chances = logits.softmax(1)
     entropy = torch.where(valid, error, 0.0).sum() / valid.sum().clamp(min=1)
     keep = valid.unsqueeze(1)
-    return (1.0 - dice) * entropy + dice * _dice(torch.where(keep, chances, 0.0), there & keep)
+    return (1.0 - dice) * entropy + dice * _compute_dice_loss(torch.where(keep, chances, 0.0), there & keep)
 
 
-def _dice(chances: Tensor, there: Tensor) -> Tensor:
+def _compute_dice_loss(chances: Tensor, there: Tensor) -> Tensor:
     """Return 1 - Dice over the batch, averaged over the classes present in it.
 
     Absent classes are left to the cross-entropy: their Dice score would be 0 for any prediction.
@@ -173,7 +173,7 @@ class Overlap(Metric):
         classes = len(self.names)
         # Ignored pixels are counted in an extra row that is dropped: boolean indexing would synchronize the device.
         rows = torch.where(truth == self.ignored, classes, truth)
-        counts = counted(rows.unsqueeze(0), predicted.unsqueeze(0), (classes + 1, classes))[0, :classes]
+        counts = count_confusion(rows.unsqueeze(0), predicted.unsqueeze(0), (classes + 1, classes))[0, :classes]
         self.confmat = self.confmat + counts
 
     def compute(self) -> dict[str, Tensor]:
@@ -182,10 +182,10 @@ class Overlap(Metric):
         if not counts.sum():
             return {name: counts.new_tensor(float("nan")) for name in ("iou", "dice")}
         both, truth, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
-        return _scores(self.names, both, truth, predicted)
+        return _compute_class_scores(self.names, both, truth, predicted)
 
 
-def _scores(names: list[str], both: Tensor, truth: Tensor, predicted: Tensor) -> dict[str, Tensor]:
+def _compute_class_scores(names: list[str], both: Tensor, truth: Tensor, predicted: Tensor) -> dict[str, Tensor]:
     either = truth + predicted - both
     # A class that is neither present nor predicted agrees perfectly.
     iou = torch.where(either > 0, both / either.clamp(min=1), 1.0)

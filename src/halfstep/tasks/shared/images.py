@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from halfstep.data.dataset import Sample, Source, WrappedSource
-from halfstep.data.image_io import scaled
+from halfstep.data.image_io import scale_to_unit_range
 from halfstep.precision.precision import widen
 from halfstep.train.signature import Preprocessing
 from halfstep.train.task import Picture
@@ -26,7 +26,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
-class Pixels:
+class PixelNormalization:
     """The mean and standard deviation a model expects of each channel."""
 
     mean: tuple[float, ...]
@@ -34,27 +34,27 @@ class Pixels:
 
     def normalized(self, image: Tensor) -> Tensor:
         """Normalize an image with values in 0..1; integers are scaled to that range first."""
-        return (scaled(image) - self._column(self.mean, image)) / self._column(self.std, image)
+        return (scale_to_unit_range(image) - self._column(self.mean, image)) / self._column(self.std, image)
 
     def shown(self, normalized: Tensor) -> Picture:
         """Return a picture (height × width × 3, uint8) from a normalized image."""
         restored = normalized.detach().float() * self._column(self.std, normalized)
-        return as_picture(restored + self._column(self.mean, normalized))
+        return convert_to_picture(restored + self._column(self.mean, normalized))
 
     def _column(self, values: Sequence[float], like: Tensor) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=like.device).view(-1, 1, 1)
 
 
-def usual(channels: int) -> Pixels:
+def choose_normalization(channels: int) -> PixelNormalization:
     """Return ImageNet's statistics for three channels; otherwise a mean of 0.5 and a deviation of 0.25."""
     if channels == 3:
-        return Pixels(IMAGENET_MEAN, IMAGENET_STD)
-    return Pixels((0.5,) * channels, (0.25,) * channels)
+        return PixelNormalization(IMAGENET_MEAN, IMAGENET_STD)
+    return PixelNormalization((0.5,) * channels, (0.25,) * channels)
 
 
-def as_picture(image: Tensor) -> Picture:
+def convert_to_picture(image: Tensor) -> Picture:
     """Return channels × height × width as an RGB picture: the first three channels, or the first one as gray."""
-    image = scaled(image).detach().float()
+    image = scale_to_unit_range(image).detach().float()
     colors = image[:3] if len(image) >= 3 else image[:1].expand(3, -1, -1)
     # The conversion of NaN to uint8 is undefined.
     bounded = colors.nan_to_num().clamp(0.0, 1.0).mul(255.0).round().to(torch.uint8)
@@ -62,7 +62,7 @@ def as_picture(image: Tensor) -> Picture:
     return picture
 
 
-def side_by_side(pictures: Sequence[Picture], gap: int = 4) -> Picture:
+def join_pictures(pictures: Sequence[Picture], gap: int = 4) -> Picture:
     """Join pictures of one height in a row with white gaps."""
     height = pictures[0].shape[0]
     white = np.full((height, gap, 3), 255, dtype=np.uint8)
@@ -78,7 +78,7 @@ _FIRST.append((204, 121, 167))
 IGNORED, MISTAKE = (128, 128, 128), (220, 30, 30)
 
 
-def palette(classes: int) -> list[tuple[int, int, int]]:
+def list_class_colors(classes: int) -> list[tuple[int, int, int]]:
     """Return one color per class; the first is black."""
     colors = _FIRST[:classes]
     for number in range(len(_FIRST), classes):
@@ -88,22 +88,22 @@ def palette(classes: int) -> list[tuple[int, int, int]]:
     return colors
 
 
-def painted(mask: Mask, classes: int) -> Picture:
+def color_mask(mask: Mask, classes: int) -> Picture:
     """Return a mask of class indices in color; values outside the classes are gray."""
-    colors = np.array([*palette(classes), IGNORED], dtype=np.uint8)
+    colors = np.array([*list_class_colors(classes), IGNORED], dtype=np.uint8)
     picture: Picture = colors[np.where((mask >= 0) & (mask < classes), mask, classes)]
     return picture
 
 
-def laid_over(image: Picture, mask: Mask, classes: int) -> Picture:
+def overlay_mask(image: Picture, mask: Mask, classes: int) -> Picture:
     """Return the image with every class but the first blended in its color."""
     # The sum of two uint8 values overflows uint8.
-    mixed = (image.astype(np.uint16) + painted(mask, classes)) // 2
+    mixed = (image.astype(np.uint16) + color_mask(mask, classes)) // 2
     picture: Picture = np.where((mask > 0)[..., None], mixed, image).astype(np.uint8)
     return picture
 
 
-def marked(image: Picture, wrong: Mask) -> Picture:
+def mark_mistakes(image: Picture, wrong: Mask) -> Picture:
     """Return the image in pale gray with mistakes marked in color."""
     gray = image.mean(-1, keepdims=True) / 2 + 127
     picture: Picture = np.where(wrong[..., None], MISTAKE, gray).astype(np.uint8)
@@ -114,7 +114,7 @@ MOST_BYTES = 2**30
 """The most bytes to cache. Decoding a large photograph takes longer than training on its crop."""
 
 
-def shrunk(image: Tensor, mask: Tensor, preprocessing: Preprocessing) -> tuple[Tensor, Tensor]:
+def shrink_image_and_mask(image: Tensor, mask: Tensor, preprocessing: Preprocessing) -> tuple[Tensor, Tensor]:
     """Return image and mask in the size the model sees.
 
     The image is averaged; mask values are picked, since an average of class indices is another class.
@@ -126,7 +126,7 @@ def shrunk(image: Tensor, mask: Tensor, preprocessing: Preprocessing) -> tuple[T
     return small, v2.functional.resize(mask.unsqueeze(0), list(small.shape[-2:]), nearest).squeeze(0)
 
 
-class Shrunk(WrappedSource):
+class ShrunkSource(WrappedSource):
     """A source of images and masks in the size the model sees; those that were shrunk stay in memory while there is
     room.
     """
@@ -142,7 +142,7 @@ class Shrunk(WrappedSource):
         if index in self._kept:
             return self._kept[index]
         whole = self.source.read(index)
-        image, mask = shrunk(whole["image"], whole["mask"], self.preprocessing)
+        image, mask = shrink_image_and_mask(whole["image"], whole["mask"], self.preprocessing)
         sample = {**whole, "image": image, "mask": mask}
         # Workers live for one epoch and read each sample once, so a cache in a worker would only cost memory.
         if image.shape != whole["image"].shape and get_worker_info() is None:
@@ -167,7 +167,7 @@ FAINTEST = 1e-3
 Forward = Callable[[Tensor], Tensor]
 
 
-def tiled(model: Forward, images: Tensor, tile: int, overlap: int, stride: int = 1) -> Tensor:
+def run_in_tiles(model: Forward, images: Tensor, tile: int, overlap: int, stride: int = 1) -> Tensor:
     """Return `model(images)` (batch × channels × height × width), in tiles where an image is larger than one.
 
     Tiles overlap by `overlap` pixels and are blended with a smooth window. Sizes are padded to a multiple of `stride`,
@@ -175,16 +175,16 @@ def tiled(model: Forward, images: Tensor, tile: int, overlap: int, stride: int =
     """
     height, width = images.shape[-2:]
     if height <= tile and width <= tile:
-        return _pad(model, images, stride)
-    tops, lefts = _starts(height, tile, overlap), _starts(width, tile, overlap)
+        return _run_padded(model, images, stride)
+    tops, lefts = _list_tile_offsets(height, tile, overlap), _list_tile_offsets(width, tile, overlap)
     places = list(itertools.product(range(len(images)), tops, lefts))
     high, wide = min(tile, height), min(tile, width)
-    window = torch.outer(_ramp(high, images), _ramp(wide, images))
+    window = torch.outer(_build_tile_ramp(high, images), _build_tile_ramp(wide, images))
     total, weight = None, images.new_zeros(height, width, dtype=window.dtype)
     for begin in range(0, len(places), AT_ONCE):
         chunk = places[begin : begin + AT_ONCE]
         crops = torch.stack([images[n, :, y : y + high, x : x + wide] for n, y, x in chunk])
-        outs = _pad(model, crops, stride)
+        outs = _run_padded(model, crops, stride)
         if total is None:
             total = outs.new_zeros(len(images), outs.shape[1], height, width)
         for (n, y, x), out in zip(chunk, outs, strict=True):
@@ -196,7 +196,7 @@ def tiled(model: Forward, images: Tensor, tile: int, overlap: int, stride: int =
     return total / weight
 
 
-def each_in_its_size(forward: Forward, images: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
+def run_without_padding(forward: Forward, images: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
     """Run `forward` on images padded to one size, each without its padding; the padded area of the result is zero.
 
     The prediction for an image therefore does not depend on the other images of its batch.
@@ -213,7 +213,7 @@ def each_in_its_size(forward: Forward, images: Tensor, sizes: list[tuple[int, in
     return out
 
 
-def _pad(model: Forward, images: Tensor, stride: int) -> Tensor:
+def _run_padded(model: Forward, images: Tensor, stride: int) -> Tensor:
     height, width = images.shape[-2:]
     below, right = -height % stride, -width % stride
     if not (below or right):
@@ -222,7 +222,7 @@ def _pad(model: Forward, images: Tensor, stride: int) -> Tensor:
     return widen(model(F.pad(images, (0, right, 0, below), mode="replicate"))[..., :height, :width])
 
 
-def _starts(length: int, tile: int, overlap: int) -> list[int]:
+def _list_tile_offsets(length: int, tile: int, overlap: int) -> list[int]:
     """Return the tile offsets: evenly spaced, from the first pixel to the last."""
     if length <= tile:
         return [0]
@@ -230,6 +230,6 @@ def _starts(length: int, tile: int, overlap: int) -> list[int]:
     return [round(i * (length - tile) / (count - 1)) for i in range(count)]
 
 
-def _ramp(length: int, like: Tensor) -> Tensor:
+def _build_tile_ramp(length: int, like: Tensor) -> Tensor:
     places = (torch.arange(length, device=like.device, dtype=torch.float32) + 0.5) / length
     return torch.sin(math.pi * places).square().clamp(min=FAINTEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep.data.layout import HELD_OUT, usual_share
+from halfstep.data.layout import HELD_OUT, choose_validation_share
 from halfstep.data.set_facts import SetFacts
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.recipe.schema import EXACT
@@ -38,7 +38,7 @@ class Choices:
 
     def validation(self, facts: SetFacts) -> tuple[int, int]:
         """Return how many samples are for training and for validation; an existing folder wins over a share."""
-        share = usual_share(facts.images)
+        share = choose_validation_share(facts.images)
         reason = f"{self._held_out(facts, share)} of {facts.images:,} images are held out, chosen by their names"
         if facts.val is not None:
             reason = f"the folder {facts.val} is there"
@@ -69,7 +69,7 @@ class Choices:
 
     def length(self, per_epoch: int, step_seconds: float, evaluation_seconds: float, machine: Machine) -> None:
         """Choose epochs that fill the time of a first run, and evaluations that use a small part of it."""
-        epochs = max(1, min(MOST_EPOCHS, round(wanted_minutes(machine) * 60 / (per_epoch * step_seconds))))
+        epochs = max(1, min(MOST_EPOCHS, round(choose_target_minutes(machine) * 60 / (per_epoch * step_seconds))))
         steps = self.given.get("train.steps") or (self.given.get("train.epochs") or epochs) * per_epoch
         if not any(self.given.get(f"train.{key}") is not None for key in ("epochs", "steps")):
             about = max(1, round(steps * step_seconds / 60))
@@ -83,6 +83,6 @@ class Choices:
         self.choose("evaluate.every_epochs", every, reason)
 
 
-def wanted_minutes(machine: Machine) -> int:
+def choose_target_minutes(machine: Machine) -> int:
     """Return the target length of a first run on this machine."""
     return ACCELERATED_MINUTES if machine.has_accelerator else MINUTES

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from halfstep.data.set_facts import SetFacts
 from halfstep.recipe.resolve import ChosenSetting
-from halfstep.tasks.sizing.choices import Choices, wanted_minutes
+from halfstep.tasks.sizing.choices import Choices, choose_target_minutes
 from halfstep.train.machine import Machine
 
 KEYS = frozenset(
@@ -33,7 +33,7 @@ class SizedModel(NamedTuple):
     size: int
 
 
-class Network(NamedTuple):
+class NetworkCost(NamedTuple):
     """The cost of a model."""
 
     operations: float
@@ -43,10 +43,10 @@ class Network(NamedTuple):
 
 
 NETWORKS = {
-    "resnet50": Network(8.2e9, 90e6),
-    "resnet34": Network(7.3e9, 45e6),
-    "resnet18": Network(3.6e9, 30e6),
-    "resnet10t": Network(2.2e9, 25e6),
+    "resnet50": NetworkCost(8.2e9, 90e6),
+    "resnet34": NetworkCost(7.3e9, 45e6),
+    "resnet18": NetworkCost(3.6e9, 30e6),
+    "resnet10t": NetworkCost(2.2e9, 25e6),
 }
 LADDER = (
     SizedModel("resnet50", 224), SizedModel("resnet34", 224), SizedModel("resnet18", 224), SizedModel("resnet18", 160),
@@ -59,7 +59,7 @@ def sized(facts: SetFacts, machine: Machine, given: Mapping[str, object]) -> lis
     """Return a choice with its reason for each setting the user left out."""
     choices = Choices(given)
     train, val = choices.validation(facts)
-    model, size, small = _network(choices, facts, machine)
+    model, size, small = _choose_network_size(choices, facts, machine)
     network = NETWORKS.get(model, NETWORKS["resnet18"])
     area = (size / 224) ** 2 * (16 if small else 1)  # stride 1 and no pooling: 4 × 4 as many positions
     wanted = ACCELERATED_BATCH if machine.has_accelerator else BATCH
@@ -71,11 +71,11 @@ def sized(facts: SetFacts, machine: Machine, given: Mapping[str, object]) -> lis
     return choices.made
 
 
-def _network(choices: Choices, facts: SetFacts, machine: Machine) -> tuple[str, int, bool]:
+def _choose_network_size(choices: Choices, facts: SetFacts, machine: Machine) -> tuple[str, int, bool]:
     """Return the first rung at which enough images fit into the time, with a size not above that of the images."""
-    seconds = wanted_minutes(machine) * 60
+    seconds = choose_target_minutes(machine) * 60
     if 0 < facts.shorter <= SMALL:
-        return _size_small_images(choices, facts)
+        return _choose_small_network(choices, facts)
     ladder = [rung for rung in LADDER if facts.images >= MANY or rung.model not in ("resnet50", "resnet34")]
     # ResNets halve an image five times, so sizes are multiples of 32.
     largest = max(64, facts.shorter // 32 * 32)
@@ -85,7 +85,7 @@ def _network(choices: Choices, facts: SetFacts, machine: Machine) -> tuple[str, 
         each = 3 * NETWORKS[model].operations * (size / 224) ** 2
         if ENOUGH_IMAGES * each <= seconds * machine.speed:
             break
-    reason = f"{ENOUGH_IMAGES:,} images of it fit into {wanted_minutes(machine)} minutes on {machine}"
+    reason = f"{ENOUGH_IMAGES:,} images of it fit into {choose_target_minutes(machine)} minutes on {machine}"
     if model == "resnet18" and machine.has_accelerator:
         reason = f"{facts.images:,} images teach a larger one no more"
     model = choices.choose("model.name", model, reason)
@@ -93,7 +93,7 @@ def _network(choices: Choices, facts: SetFacts, machine: Machine) -> tuple[str, 
     return model, int(choices.choose("data.size", size, why)), bool(choices.given.get("model.small_stem"))
 
 
-def _size_small_images(choices: Choices, facts: SetFacts) -> tuple[str, int, bool]:
+def _choose_small_network(choices: Choices, facts: SetFacts) -> tuple[str, int, bool]:
     why = f"the images have {facts.shorter} pixels"
     model = choices.choose("model.name", "resnet18", "the usual network for small images")
     size = choices.choose("data.size", 32 if facts.shorter <= 40 else 64, why)

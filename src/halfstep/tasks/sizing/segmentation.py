@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from halfstep.data.set_facts import SetFacts
 from halfstep.recipe.resolve import ChosenSetting
-from halfstep.tasks.sizing.choices import MEMORY_SHARE, Choices, wanted_minutes
+from halfstep.tasks.sizing.choices import MEMORY_SHARE, Choices, choose_target_minutes
 from halfstep.train.machine import Machine
 
 KEYS = frozenset(
@@ -33,20 +33,20 @@ def sized(facts: SetFacts, machine: Machine, given: Mapping[str, object]) -> lis
     """Return a choice with its reason for each setting the user left out."""
     choices = Choices(given)
     train, val = choices.validation(facts)
-    _masks(choices, facts)
+    _choose_mask_settings(choices, facts)
     limit = ACCELERATED_MAX_SIDE if machine.has_accelerator else MAX_SIDE
     side = choices.choose("data.max_side", limit, "larger photographs are shrunk, so that a crop shows whole objects")
     shrink = min(1.0, side / max(facts.longer, 1)) if side else 1.0
-    width, crop = _network(choices, round(facts.shorter * shrink), machine)
-    batch = choices.batch(train, BATCH, crop**2 * _bytes(width), machine)
+    width, crop = _choose_width_and_crop(choices, round(facts.shorter * shrink), machine)
+    batch = choices.batch(train, BATCH, crop**2 * _count_activation_bytes(width), machine)
     per_epoch = -(-train // (batch * machine.devices))
-    step = batch * machine.devices * crop**2 * 3 * _operations(width) / machine.speed
-    whole = facts.width * facts.height * shrink**2 * _operations(width) / machine.speed
+    step = batch * machine.devices * crop**2 * 3 * _count_operations(width) / machine.speed
+    whole = facts.width * facts.height * shrink**2 * _count_operations(width) / machine.speed
     choices.length(per_epoch, step, val * whole, machine)
     return choices.made
 
 
-def _masks(choices: Choices, facts: SetFacts) -> None:
+def _choose_mask_settings(choices: Choices, facts: SetFacts) -> None:
     if facts.masks is None:
         return
     reason = f"{facts.masks_read} masks: {facts.masks.words}"
@@ -58,24 +58,24 @@ def _masks(choices: Choices, facts: SetFacts) -> None:
             choices.choose(f"data.{key}", settings[key], reason)
 
 
-def _network(choices: Choices, shorter: int, machine: Machine) -> tuple[int, int]:
+def _choose_width_and_crop(choices: Choices, shorter: int, machine: Machine) -> tuple[int, int]:
     """Return the first rung at which enough steps fit into the time, with a crop not above the photographs' size."""
-    seconds = wanted_minutes(machine) * 60
+    seconds = choose_target_minutes(machine) * 60
     largest = max(STRIDE, -(-shorter // STRIDE) * STRIDE)
     for width, crop in LADDER:
         crop = min(crop, largest)
         # Backward costs about twice as much as forward, hence 3.
-        step = BATCH * machine.devices * crop**2 * 3 * _operations(width)
-        fits = BATCH * crop**2 * _bytes(width) <= MEMORY_SHARE * machine.memory
+        step = BATCH * machine.devices * crop**2 * 3 * _count_operations(width)
+        fits = BATCH * crop**2 * _count_activation_bytes(width) <= MEMORY_SHARE * machine.memory
         if fits and ENOUGH_STEPS * step <= seconds * machine.speed:
             break
-    reason = f"{ENOUGH_STEPS} steps of it fit into {wanted_minutes(machine)} minutes on {machine}"
+    reason = f"{ENOUGH_STEPS} steps of it fit into {choose_target_minutes(machine)} minutes on {machine}"
     width = choices.choose("model.width", width, reason)
     why = "the photographs are no larger" if crop == largest else "the larger, the fewer steps fit into the time"
     return int(width), int(choices.choose("data.crop", crop, why))
 
 
-def _operations(width: int) -> float:
+def _count_operations(width: int) -> float:
     """Return a U-Net's forward operations per pixel: two 3 × 3 convolutions per level, down and up.
 
     Each level has twice the channels on a quarter of the pixels, so every level costs the same.
@@ -85,6 +85,6 @@ def _operations(width: int) -> float:
     return 18.0 * width**2 * (4.0 + 4.5 * (DEPTH - 1) + 1.5)
 
 
-def _bytes(width: int) -> float:
+def _count_activation_bytes(width: int) -> float:
     """Return bytes of activations per pixel: eight fp32 maps per level, half as large at each level below."""
     return 4.0 * 16 * 2 * width

@@ -18,31 +18,38 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_serializer
 from torch import Tensor, nn
 
-from halfstep.checkpoint.packing import unpack
-from halfstep.checkpoint.paths import CheckpointDir, generations
-from halfstep.checkpoint.reading import load_tensors, refuse_strangers
+from halfstep.checkpoint.packing import unpack_state
+from halfstep.checkpoint.paths import CheckpointDir, list_generations
+from halfstep.checkpoint.reading import load_tensors, refuse_unsafe_files
 from halfstep.checkpoint.sealed import (
     Manifest,
     find_file_defect,
+    name_state_file,
+    name_tensors_file,
     read_bounded,
     read_manifest,
-    state_of,
-    tensors_of,
 )
-from halfstep.errors import BadData, HalfstepError, PrecisionRefused, StateMismatch, advice, same_form
-from halfstep.files import LARGEST_JSON, strict_json
-from halfstep.guard.verdict import History, Verdict
+from halfstep.errors import (
+    BadData,
+    HalfstepError,
+    PrecisionRefused,
+    StateMismatch,
+    check_same_form,
+    choose_caller_wording,
+)
+from halfstep.files import LARGEST_JSON, parse_strict_json
+from halfstep.guard.verdict import StepHistory, Verdict
 from halfstep.precision.island import island
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.recipe.changes import SAFE
-from halfstep.recipe.sources import read_bounded as read_recipe_file
-from halfstep.recipe.strict_yaml import flat, read_yaml
+from halfstep.recipe.sources import read_recipe_bytes as read_recipe_file
+from halfstep.recipe.strict_yaml import iterate_dotted_keys, parse_yaml
 from halfstep.step.report import StepReport
-from halfstep.step.step_inputs import Factor, StepInputs, generator_states, versions_of
+from halfstep.step.step_inputs import LossFactors, StepInputs, collect_generator_states, list_batch_versions
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
 from halfstep.train.run_folder import RECIPE
-from halfstep.train.weights import assignable_buffers, put_buffers, saved_parameters
+from halfstep.train.weights import put_buffers, select_assignable_buffers, select_saved_parameters
 
 FAILED_STEPS = "failed_steps"
 """The folder of failed steps in a run's folder."""
@@ -50,39 +57,39 @@ _FORM_1, _FORM_2 = "trouble", "failed_step.json"
 """The folder of form 1, and the file of each step in form 2; neither is read any more."""
 
 
-def recorded_in(run: Path) -> list[CheckpointDir]:
+def list_failed_steps(run: Path) -> list[CheckpointDir]:
     """Return the failed steps of a run, in the order of their attempts; empty if there are none."""
     if (run / FAILED_STEPS).is_symlink():
         return []
-    found = [one for one in generations(run / FAILED_STEPS) if not one.path.is_symlink()]
+    found = [one for one in list_generations(run / FAILED_STEPS) if not one.path.is_symlink()]
     return sorted(found, key=lambda one: (one.attempt, one.number))
 
 
-def failed_step_at(place: Path) -> CheckpointDir | None:
+def find_failed_step(place: Path) -> CheckpointDir | None:
     """Return the failed step in this folder; None if the folder is not one of a failed step."""
-    run = run_of(place)
-    return next((one for one in recorded_in(run) if run != place and one.name == place.name), None)
+    run = resolve_run_folder(place)
+    return next((one for one in list_failed_steps(run) if run != place and one.name == place.name), None)
 
 
-def run_of(place: Path) -> Path:
+def resolve_run_folder(place: Path) -> Path:
     """Return the folder of the run that a failed step belongs to; any other folder is returned as it is."""
     # A relative path such as `step-00000123.0001` has no parents to look at.
     place = place if len(place.parts) > 2 else place.absolute()
     return place.parent.parent if place.parent.name == FAILED_STEPS else place
 
 
-def refuse_elsewhere(run: Path) -> None:
+def check_failed_steps_folder(run: Path) -> None:
     """Raise OSError if the folder is a link or a file: its content was not written by the run."""
     place = run / FAILED_STEPS
     if place.is_symlink() or (place.exists() and not place.is_dir()):
         raise OSError(f"{place} is {'a link' if place.is_symlink() else 'a file'} instead of a folder")
 
 
-def refuse_earlier(place: Path) -> None:
+def refuse_earlier_format(place: Path) -> None:
     """Raise StateMismatch if a run, or the folder of a step, has failed steps of an earlier form and no others."""
-    run = run_of(place)
+    run = resolve_run_folder(place)
     old = place / _FORM_2 if run != place else next((run / FAILED_STEPS).glob(f"*/{_FORM_2}"), run / _FORM_1)
-    if old.exists() and (run != place or not recorded_in(run)):
+    if old.exists() and (run != place or not list_failed_steps(run)):
         raise StateMismatch(
             f"{run / _FORM_1 if old.is_dir() else run / FAILED_STEPS} contains failed steps of an earlier halfstep",
             allowed=f"{FAILED_STEPS}/ in form {FORMAT}, as this version writes them",
@@ -103,7 +110,7 @@ class StepRecord(BaseModel):
     report: StepReport
     precision: str
     islands: tuple[str, ...]
-    history: History
+    history: StepHistory
     verdict: Verdict
     """The verdict of the run."""
     batch_changed: bool
@@ -121,7 +128,7 @@ class StepRecord(BaseModel):
 
 
 @dataclass(frozen=True)
-class Record:
+class StoredFailedStep:
     """A failed step on disk; only its record was read and verified, its tensors were not."""
 
     place: CheckpointDir
@@ -137,24 +144,26 @@ class Record:
         return self.manifest.world_size
 
 
-def read(place: CheckpointDir) -> Record:
+def read_failed_step(place: CheckpointDir) -> StoredFailedStep:
     """Return the record of a failed step.
 
     Raises BadData if it is damaged or forged, Unsafe where it could run code, OtherForm for another form.
     """
-    with _damage_of(place.path):
-        refuse_strangers(place.path)
+    with _replace_damage_errors(place.path):
+        refuse_unsafe_files(place.path)
         manifest = read_manifest(place)
-        return Record(place, manifest, _check_record(_state(place.path, manifest, 0)["record"], place))
+        return StoredFailedStep(
+            place, manifest, _parse_step_record(_read_rank_state(place.path, manifest, 0)["record"], place)
+        )
 
 
-def _check_record(plain: Any, place: CheckpointDir) -> StepRecord:
+def _parse_step_record(plain: Any, place: CheckpointDir) -> StepRecord:
     form = plain["format"]
     if type(form) is int:
-        same_form(place.path, FORMAT, form, for_earlier="replay it with the version that wrote it")
+        check_same_form(place.path, FORMAT, form, for_earlier="replay it with the version that wrote it")
     try:
         # As JSON text: only from there does pydantic's strict mode make tuples of lists. NaN and inf are words in it.
-        record = StepRecord.model_validate_json(json.dumps(unpack(plain, {}, str(place.path))))
+        record = StepRecord.model_validate_json(json.dumps(unpack_state(plain, {}, str(place.path))))
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -163,25 +172,25 @@ def _check_record(plain: Any, place: CheckpointDir) -> StepRecord:
     return record
 
 
-def _state(place: Path, manifest: Manifest, rank: int) -> Any:
-    _verify(place, manifest, state_of(rank))
-    return strict_json(read_bounded(place / state_of(rank), LARGEST_JSON))
+def _read_rank_state(place: Path, manifest: Manifest, rank: int) -> Any:
+    _verify_sealed_file(place, manifest, name_state_file(rank))
+    return parse_strict_json(read_bounded(place / name_state_file(rank), LARGEST_JSON))
 
 
-def _tensors(record: Record, rank: int, prefix: str) -> dict[str, Tensor]:
+def _load_rank_tensors(record: StoredFailedStep, rank: int, prefix: str) -> dict[str, Tensor]:
     """Return the tensors of a rank whose names start with `prefix`, after verifying every byte of its file."""
-    _verify(record.path, record.manifest, tensors_of(rank))
-    found = load_tensors(record.path / tensors_of(rank))
+    _verify_sealed_file(record.path, record.manifest, name_tensors_file(rank))
+    found = load_tensors(record.path / name_tensors_file(rank))
     return {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
 
 
-def _verify(place: Path, manifest: Manifest, name: str) -> None:
+def _verify_sealed_file(place: Path, manifest: Manifest, name: str) -> None:
     problem = find_file_defect(place, next(sealed for sealed in manifest.files if sealed.name == name))
     if problem is not None:
         raise ValueError(problem)
 
 
-def cut_off(record: Record) -> str | None:
+def describe_size_problem(record: StoredFailedStep) -> str | None:
     """Return which file has a different size than was written, without reading any; None if all fit."""
     for sealed in record.manifest.files:
         try:
@@ -193,7 +202,7 @@ def cut_off(record: Record) -> str | None:
 
 
 @contextmanager
-def _damage_of(place: Path) -> Iterator[None]:
+def _replace_damage_errors(place: Path) -> Iterator[None]:
     """Raise BadData for any error that a damaged or forged step causes; the advice names an older one."""
     try:
         yield
@@ -205,31 +214,33 @@ def _damage_of(place: Path) -> Iterator[None]:
         raise BadData(
             f"{place} cannot be used: {words}",
             allowed="a failed step written by halfstep",
-            do=_older_step_advice(place),
+            do=_suggest_older_step(place),
         ) from error
 
 
-def replay_call(run: Path, attempt: int) -> str:
+def suggest_replay(run: Path, attempt: int) -> str:
     """Return how the caller replays one failed step of a run."""
-    return advice(f"halfstep replay {run} --attempt {attempt}", f'halfstep.replay("{run}", attempt={attempt})')
+    return choose_caller_wording(
+        f"halfstep replay {run} --attempt {attempt}", f'halfstep.replay("{run}", attempt={attempt})'
+    )
 
 
-def _older_step_advice(place: Path) -> str:
+def _suggest_older_step(place: Path) -> str:
     """Return how to choose an older step: following this advice repeatedly comes to an end."""
-    run = run_of(place)
-    older = [one.attempt for one in recorded_in(run) if one.name < place.name]
+    run = resolve_run_folder(place)
+    older = [one.attempt for one in list_failed_steps(run) if one.name < place.name]
     if older:
-        return f"choose another one: {replay_call(run, older[-1])}"
+        return f"choose another one: {suggest_replay(run, older[-1])}"
     return "nothing: no older one is recorded; the next step that fails is recorded anew"
 
 
-def recipe_digest(run: Path) -> str:
+def compute_recipe_digest(run: Path) -> str:
     """Return a SHA-256 of the settings that affect the computation; empty if the run has no recipe."""
     try:
-        settings = read_yaml(read_recipe_file(run / RECIPE), RECIPE)
+        settings = parse_yaml(read_recipe_file(run / RECIPE), RECIPE)
     except HalfstepError:
         return ""
-    kept = {key: value for key, value in flat(settings) if not key.startswith(tuple(SAFE))}
+    kept = {key: value for key, value in iterate_dotted_keys(settings) if not key.startswith(tuple(SAFE))}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -239,11 +250,11 @@ _GENERATORS = f"{INPUTS}/generators/"
 """The prefix of random states, which stay on the host."""
 
 
-def load_model(record: Record, model: nn.Module) -> None:
+def load_recorded_model(record: StoredFailedStep, model: nn.Module) -> None:
     """Load the weights, buffers and islands of the step; raise StateMismatch if they belong to another model."""
-    with _damage_of(record.path):
-        found = {name.removeprefix(MODEL): tensor for name, tensor in _tensors(record, 0, MODEL).items()}
-        parameters = saved_parameters(model)
+    with _replace_damage_errors(record.path):
+        found = {name.removeprefix(MODEL): tensor for name, tensor in _load_rank_tensors(record, 0, MODEL).items()}
+        parameters = select_saved_parameters(model)
         _refuse_another_model(record, model, parameters, found)
         device = next(iter(parameters.values())).device
         with torch.no_grad():
@@ -257,10 +268,10 @@ def load_model(record: Record, model: nn.Module) -> None:
 
 
 def _refuse_another_model(
-    record: Record, model: nn.Module, parameters: Mapping[str, Tensor], found: Mapping[str, Tensor]
+    record: StoredFailedStep, model: nn.Module, parameters: Mapping[str, Tensor], found: Mapping[str, Tensor]
 ) -> None:
     own = {**parameters, **dict(model.named_buffers())}
-    come = assignable_buffers(model, [name for name in record.step.non_persistent_buffers if name in found])
+    come = select_assignable_buffers(model, [name for name in record.step.non_persistent_buffers if name in found])
     missing = [name for name in own if name not in found and name not in come]
     other = [name for name in found if name not in own and name not in come]
     both = [(name, own[name], found[name]) for name in own if name in found and name not in come]
@@ -275,31 +286,31 @@ def _refuse_another_model(
         )
 
 
-def load_attempt(record: Record, rank: int, loss_fn: LossFunction, device: torch.device) -> StepInputs:
+def load_attempt(record: StoredFailedStep, rank: int, loss_fn: LossFunction, device: torch.device) -> StepInputs:
     """Return the step of one rank, ready to run again; raise BadData if its record is damaged."""
-    with _damage_of(record.path):
-        found = _tensors(record, rank, INPUTS)
+    with _replace_damage_errors(record.path):
+        found = _load_rank_tensors(record, rank, INPUTS)
         placed = {name: t if name.startswith(_GENERATORS) else t.to(device) for name, t in found.items()}
-        own = unpack(_state(record.path, record.manifest, rank)["inputs"], placed, str(record.path))
+        own = unpack_state(_read_rank_state(record.path, record.manifest, rank)["inputs"], placed, str(record.path))
         microbatches = Window(own["microbatches"])
         return StepInputs(
             loss_fn,
             microbatches,
             own["only"],
-            _fit_to_device(own["generators"], device),
-            {str(name): _factor(*factor) for name, factor in own["factors"].items()},
+            _fit_generator_states(own["generators"], device),
+            {str(name): _build_factor(*factor) for name, factor in own["factors"].items()},
             # Which tensors were written to is not kept: none of the versions is known.
-            () if record.step.batch_changed else versions_of(microbatches),
+            () if record.step.batch_changed else list_batch_versions(microbatches),
         )
 
 
-def _factor(scale: Any, base: Any) -> Factor:
-    return Factor(float(scale), None if base is None else float(base))
+def _build_factor(scale: Any, base: Any) -> LossFactors:
+    return LossFactors(float(scale), None if base is None else float(base))
 
 
-def _fit_to_device(states: list[Tensor], device: torch.device) -> list[Tensor]:
+def _fit_generator_states(states: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return the random states; those of another kind of device are replaced by this device's own."""
-    here = generator_states(device)
+    here = collect_generator_states(device)
     fitting = [own.shape == found.shape and own.dtype == found.dtype for own, found in zip(here, states, strict=False)]
     if not fitting or not fitting[0]:
         raise ValueError("no random state of torch")

@@ -12,25 +12,31 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep import distributed, numbers
-from halfstep.checkpoint.commit import RankGather, RankSnapshot, commit, decided, discard
-from halfstep.checkpoint.packing import pack
-from halfstep.checkpoint.paths import CheckpointDir, Disk, sweep
-from halfstep.errors import HalfstepError, OtherForm, reason_in
+from halfstep.checkpoint.commit import (
+    RankGather,
+    RankSnapshot,
+    commit_checkpoint,
+    decide_on_all_ranks,
+    remove_generation,
+)
+from halfstep.checkpoint.packing import pack_state
+from halfstep.checkpoint.paths import CheckpointDir, Disk, remove_unfinished_saves
+from halfstep.errors import HalfstepError, OtherForm, format_error_reason
 from halfstep.guard.verdict import FailedStep
-from halfstep.safetensors_header import header
+from halfstep.safetensors_header import encode_header
 from halfstep.step.step_inputs import StepInputs
-from halfstep.train.environment import environment
+from halfstep.train.environment import collect_environment
 from halfstep.train.failed_steps.reading import (
     FAILED_STEPS,
     INPUTS,
     MODEL,
     StepRecord,
-    read,
-    recipe_digest,
-    recorded_in,
-    refuse_elsewhere,
+    check_failed_steps_folder,
+    compute_recipe_digest,
+    list_failed_steps,
+    read_failed_step,
 )
-from halfstep.train.weights import non_persistent_buffers, saved_parameters
+from halfstep.train.weights import list_non_persistent_buffers, select_saved_parameters
 
 MOST_BYTES = 4 * 2**30
 """Bytes of one failed step, over all ranks."""
@@ -58,7 +64,7 @@ class RankInputs:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def recording(folder: Path, model: nn.Module, tell: Tell) -> Callable[[FailedStep], None]:
+def build_step_recorder(folder: Path, model: nn.Module, tell: Tell) -> Callable[[FailedStep], None]:
     """Return a function that records failed steps in the run's folder. All ranks create and call it together.
 
     The function never raises: a run continues without a record, and `tell` gets the reason.
@@ -67,7 +73,7 @@ def recording(folder: Path, model: nn.Module, tell: Tell) -> Callable[[FailedSte
 
     def record(failed: FailedStep) -> None:
         try:
-            write(folder, failed, model, party=party)
+            write_failed_step(folder, failed, model, party=party)
         except Exception as failure:
             # Any error: a record must not end the run.
             tell(f"attempt {failed.report.attempt:,} was not recorded: {failure}", "warning")
@@ -77,7 +83,7 @@ def recording(folder: Path, model: nn.Module, tell: Tell) -> Callable[[FailedSte
     return record
 
 
-def write(
+def write_failed_step(
     folder: Path,
     failed: FailedStep,
     model: nn.Module,
@@ -89,37 +95,40 @@ def write(
 ) -> CheckpointDir:
     """Record a failed step on all ranks together; raise NotCommitted on all where one fails."""
     disk, first = disk or Disk(), party.rank == 0
-    own = _inputs_of(failed.attempt, model, party.rank)
+    own = _collect_rank_inputs(failed.attempt, model, party.rank)
 
     def offer() -> tuple[str, int]:
-        refuse_elsewhere(folder)
+        check_failed_steps_folder(folder)
         if first:
-            sweep(folder / FAILED_STEPS, disk)
+            remove_unfinished_saves(folder / FAILED_STEPS, disk)
         return own.without, own.bytes
 
     def settle(offered: list[tuple[str, int]]) -> tuple[str, Any]:
         # A record with the tensors of some ranks cannot be replayed.
         without, size = next((why for why, _ in offered if why), ""), sum(size for _, size in offered)
         if not without and size > most:
-            without = f"weights and batch take {numbers.size(size)}, and at most {numbers.size(most)} are kept"
-        return without, _record(folder, failed, model, without)
+            without = (
+                f"weights and batch take {numbers.format_bytes(size)}, and at most {numbers.format_bytes(most)} are "
+                "kept"
+            )
+        return without, _build_step_record(folder, failed, model, without)
 
-    without, record = decided(party, offer, settle)
+    without, record = decide_on_all_ranks(party, offer, settle)
     own = RankInputs(without=without) if without else own
     snapshot = RankSnapshot(
         failed.report.attempt,
         {"record": record if first else None, "inputs": own.plain},
         own.tensors,
-        environment=environment(next(model.parameters()).device),
+        environment=collect_environment(next(model.parameters()).device),
     )
-    place = commit(folder / FAILED_STEPS, snapshot, keep=None, disk=disk, party=party)
+    place = commit_checkpoint(folder / FAILED_STEPS, snapshot, keep=None, disk=disk, party=party)
     if first:
         with contextlib.suppress(OSError):
-            _retain(folder, keep, disk)
+            _remove_excess_steps(folder, keep, disk)
     return place
 
 
-def _inputs_of(attempt: StepInputs, model: nn.Module, rank: int) -> RankInputs:
+def _collect_rank_inputs(attempt: StepInputs, model: nn.Module, rank: int) -> RankInputs:
     """Return references; nothing is copied until all ranks agree to write."""
     if distributed.is_sharded(model.parameters()):
         return RankInputs(without="the weights are sharded over several processes")
@@ -130,58 +139,58 @@ def _inputs_of(attempt: StepInputs, model: nn.Module, rank: int) -> RankInputs:
         "factors": {name: list(factor) for name, factor in attempt.factors.items()},
     }
     try:
-        plain, tensors = pack(inputs, INPUTS)
+        plain, tensors = pack_state(inputs, INPUTS)
         if rank == 0:
             # A skipped step left parameters and buffers unchanged.
-            weights = {**saved_parameters(model), **dict(model.named_buffers())}
+            weights = {**select_saved_parameters(model), **dict(model.named_buffers())}
             tensors |= {f"{MODEL}{name}": tensor.detach() for name, tensor in weights.items()}
-        header(tensors, {})  # raises for dtypes that safetensors does not have
+        encode_header(tensors, {})  # raises for dtypes that safetensors does not have
     except Exception as error:
         # Any error of a user's batch: the other ranks wait for this one's answer.
-        return RankInputs(without=reason_in(error) or type(error).__name__)
+        return RankInputs(without=format_error_reason(error) or type(error).__name__)
     return RankInputs(plain, tensors)
 
 
-def _record(folder: Path, failed: FailedStep, model: nn.Module, without: str) -> Any:
-    """Return everything but tensors; non-finite numbers in the form of `pack`."""
+def _build_step_record(folder: Path, failed: FailedStep, model: nn.Module, without: str) -> Any:
+    """Return everything but tensors; non-finite numbers in the form of `pack_state`."""
     record = StepRecord(
         report=failed.report._replace(aux=None),
         precision=failed.precision,
         islands=failed.islands,
         history=failed.history,
         verdict=failed.verdict,
-        batch_changed=_has_changed(failed.attempt),
-        recipe=recipe_digest(folder),
-        non_persistent_buffers=tuple(non_persistent_buffers(model)),
+        batch_changed=_has_batch_changed(failed.attempt),
+        recipe=compute_recipe_digest(folder),
+        non_persistent_buffers=tuple(list_non_persistent_buffers(model)),
         without=without,
     )
-    return pack(record.model_dump(mode="json"), "the step")[0]
+    return pack_state(record.model_dump(mode="json"), "the step")[0]
 
 
-def _has_changed(attempt: StepInputs) -> bool:
+def _has_batch_changed(attempt: StepInputs) -> bool:
     try:
         return attempt.batch_changed
     except Exception:
         return False  # a batch that cannot be inspected is not recorded either
 
 
-def _retain(run: Path, keep: int, disk: Disk) -> None:
+def _remove_excess_steps(run: Path, keep: int, disk: Disk) -> None:
     """Remove failed steps until `keep` are left: unreadable ones first, then the oldest whose cause recurs later."""
-    for older, newer in pairwise(recorded_in(run)):
+    for older, newer in pairwise(list_failed_steps(run)):
         if older.attempt == newer.attempt:  # the run was resumed from before this step
-            discard(older, disk)
-    found = [(place, _cause(place)) for place in recorded_in(run)]
+            remove_generation(older, disk)
+    found = [(place, _read_failure_cause(place)) for place in list_failed_steps(run)]
     while len(found) > keep:
         causes = [cause for _, cause in found]
         repeated = (n for n, cause in enumerate(causes) if cause in causes[n + 1 :])
         place, _ = found.pop(causes.index(None) if None in causes else next(repeated, 0))
         with contextlib.suppress(OSError):
-            discard(place, disk)
+            remove_generation(place, disk)
 
 
-def _cause(place: CheckpointDir) -> str | None:
+def _read_failure_cause(place: CheckpointDir) -> str | None:
     try:
-        return read(place).step.verdict.cause
+        return read_failed_step(place).step.verdict.cause
     except OtherForm:
         # Another version can read it: it counts as a separate cause, not as unreadable.
         return OTHER_FORM

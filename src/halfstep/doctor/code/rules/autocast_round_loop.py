@@ -6,16 +6,16 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.doctor.code.autocasts import Autocast
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.order import LOOPS, ancestors, precedes
+from halfstep.doctor.code.facts import ScriptFacts
+from halfstep.doctor.code.order import LOOPS, is_earlier_node, iterate_ancestors
 from halfstep.doctor.code.patch import Patch
 from halfstep.doctor.located import LocatedFinding
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every autocast that stays open while a loop in it updates weights."""
     for autocast in facts.autocasts.on:
-        loop = updating_loop(facts, autocast) if autocast.cached else None
+        loop = find_updating_loop(facts, autocast) if autocast.cached else None
         if loop is None:
             continue
         yield facts.script.finding(
@@ -29,26 +29,26 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def updating_loop(facts: Facts, autocast: Autocast) -> ast.For | ast.AsyncFor | ast.While | None:
+def find_updating_loop(facts: ScriptFacts, autocast: Autocast) -> ast.For | ast.AsyncFor | ast.While | None:
     """Return the loop inside an autocast in which an optimizer steps after a backward pass."""
     script = facts.script
     scaled = [one.call for one in facts.scalers.of("step")]
     for step in [*scaled, *(call for _, call in facts.optimizer_steps)]:
-        inside = [one for one in ancestors(script, step) if isinstance(one, (*LOOPS, ast.With, ast.AsyncWith))]
+        inside = [one for one in iterate_ancestors(script, step) if isinstance(one, (*LOOPS, ast.With, ast.AsyncWith))]
         for loop in inside:
             is_inside = isinstance(loop, LOOPS) and facts.autocasts.around(loop) is autocast
-            has_backward = is_inside and any(loop in ancestors(script, call) for call in facts.backwards)
+            has_backward = is_inside and any(loop in iterate_ancestors(script, call) for call in facts.backwards)
             if has_backward and facts.autocasts.around(step) is autocast:
                 assert isinstance(loop, LOOPS)
                 return loop
     return None
 
 
-def _move_autocast_inside(facts: Facts, autocast: Autocast, loop: ast.For | ast.AsyncFor | ast.While) -> Patch:
+def _move_autocast_inside(facts: ScriptFacts, autocast: Autocast, loop: ast.For | ast.AsyncFor | ast.While) -> Patch:
     """Return the patch for a loop that is alone in its autocast: the forward pass stays inside, the rest moves out."""
     script, patch = facts.script, facts.script.patch()
     outer = script.parents[loop]
-    backward = next((call for call in facts.backwards if loop in ancestors(script, call)), None)
+    backward = next((call for call in facts.backwards if loop in iterate_ancestors(script, call)), None)
     at = script.statement(backward) if backward is not None else None
     is_plain = isinstance(outer, ast.With) and outer.body == [loop] and len(outer.items) == 1 and not loop.orelse
     if not is_plain or at not in loop.body or at is loop.body[0] or not isinstance(outer, ast.With):
@@ -61,6 +61,6 @@ def _move_autocast_inside(facts: Facts, autocast: Autocast, loop: ast.For | ast.
     patch.line(outer.lineno, margin + script.lines[loop.lineno - 1].strip())
     patch.line(loop.lineno, inner + script.lines[outer.lineno - 1].strip())
     for statement in loop.body:
-        if not precedes(statement, at):
+        if not is_earlier_node(statement, at):
             patch.reindent(statement, inner)
     return patch

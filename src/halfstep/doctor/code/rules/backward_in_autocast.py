@@ -6,11 +6,11 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.doctor.code.autocasts import Autocast
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.order import ancestors, precedes
+from halfstep.doctor.code.facts import ScriptFacts
+from halfstep.doctor.code.order import is_earlier_node, iterate_ancestors
 from halfstep.doctor.code.patch import Patch
-from halfstep.doctor.code.rules.autocast_round_loop import updating_loop
-from halfstep.doctor.code.script import path_of
+from halfstep.doctor.code.rules.autocast_round_loop import find_updating_loop
+from halfstep.doctor.code.script import format_variable
 from halfstep.doctor.located import LocatedFinding
 
 _MAY_LEAVE = {
@@ -21,11 +21,11 @@ _MAY_LEAVE = {
 """Calls that compute nothing in the model, and mean the same outside of autocast."""
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every backward pass that stands inside an autocast, unless the whole loop does."""
     for call in facts.backwards:
         autocast = facts.autocasts.around(call)
-        if autocast is None or not autocast.may_be_on or updating_loop(facts, autocast) is not None:
+        if autocast is None or not autocast.may_be_on or find_updating_loop(facts, autocast) is not None:
             continue
         if _is_off_there(facts, call, autocast):
             continue
@@ -40,11 +40,11 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def _is_off_there(facts: Facts, call: ast.Call, autocast: Autocast) -> bool:
+def _is_off_there(facts: ScriptFacts, call: ast.Call, autocast: Autocast) -> bool:
     """Return whether the call is in the `else` of `if x`, or under `if not x`, inside of `autocast(enabled=x)`."""
     switch = next((ast.unparse(one.value) for one in autocast.call.keywords if one.arg == "enabled"), None)
     inner: ast.AST = call
-    for outer in ancestors(facts.script, call):
+    for outer in iterate_ancestors(facts.script, call):
         if isinstance(outer, ast.If) and switch is not None:
             test, is_else = ast.unparse(outer.test), inner in outer.orelse
             if (test == switch and is_else) or (test == f"not {switch}" and not is_else):
@@ -53,7 +53,7 @@ def _is_off_there(facts: Facts, call: ast.Call, autocast: Autocast) -> bool:
     return False
 
 
-def _move_backward_out(facts: Facts, call: ast.Call, autocast: Autocast) -> Patch:
+def _move_backward_out(facts: ScriptFacts, call: ast.Call, autocast: Autocast) -> Patch:
     script, patch = facts.script, facts.script.patch()
     at = script.statement(call)
     outer = script.parents[at]
@@ -64,15 +64,15 @@ def _move_backward_out(facts: Facts, call: ast.Call, autocast: Autocast) -> Patc
     ):
         patch.spoil()
         return patch
-    leaving = [one for one in outer.body if not precedes(one, at)]
-    if len(outer.items) > 1 or not all(_may_leave(one) for one in leaving):
+    leaving = [one for one in outer.body if not is_earlier_node(one, at)]
+    if len(outer.items) > 1 or not all(_can_leave_autocast(one) for one in leaving):
         patch.spoil()
     for statement in leaving:
         patch.reindent(statement, patch.indent(outer))
     return patch
 
 
-def _may_leave(statement: ast.stmt) -> bool:
+def _can_leave_autocast(statement: ast.stmt) -> bool:
     calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    names = {node.func.attr if isinstance(node.func, ast.Attribute) else path_of(node.func) for node in calls}
+    names = {node.func.attr if isinstance(node.func, ast.Attribute) else format_variable(node.func) for node in calls}
     return names <= _MAY_LEAVE

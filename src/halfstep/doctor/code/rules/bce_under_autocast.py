@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.doctor.code.autocasts import Autocast
-from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.facts import ScriptFacts
 from halfstep.doctor.code.patch import Patch
-from halfstep.doctor.code.script import Script, method, path_of
+from halfstep.doctor.code.script import Script, find_method_name, format_variable
 from halfstep.doctor.located import LocatedFinding
 
 _FUNCTIONS = frozenset({"torch.nn.functional.binary_cross_entropy"})
@@ -17,7 +17,7 @@ _SIGMOIDS = frozenset({"torch.sigmoid", "torch.nn.functional.sigmoid", "torch.sp
 _PLAIN = {"sigmoid", "squeeze", "unsqueeze", "view", "reshape", "flatten", "float", "to", "detach", "view_as", "size"}
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every such loss that may run under an autocast of a GPU."""
     if "BCELoss" not in facts.script.source and "binary_cross_entropy" not in facts.script.source:
         return
@@ -46,29 +46,29 @@ def _find_construction(script: Script, call: ast.Call) -> ast.Call | None:
     return value if is_loss and isinstance(value, ast.Call) else None
 
 
-def _fix_loss(facts: Facts, call: ast.Call, made: ast.Call | None, autocast: Autocast) -> Patch:
+def _fix_loss(facts: ScriptFacts, call: ast.Call, made: ast.Call | None, autocast: Autocast) -> Patch:
     script, patch = facts.script, facts.script.patch()
-    logits = _logits(script, call.args[0]) if call.args else None
+    logits = _find_logits(script, call.args[0]) if call.args else None
     uses = [one for one in script.calls() if made is not None and _find_construction(script, one) is made]
     if logits is not None and len(uses) <= 1:
         patch.replace(call.args[0], script.text(logits))
-        _rename(patch, made.func if made is not None else call.func)
+        _rename_to_logits(patch, made.func if made is not None else call.func)
     else:
-        _widen(facts, patch, call, autocast)
+        _widen_loss(facts, patch, call, autocast)
     return patch
 
 
-def _logits(script: Script, node: ast.expr) -> ast.expr | None:
+def _find_logits(script: Script, node: ast.expr) -> ast.expr | None:
     """Return x of `torch.sigmoid(x)` or `x.sigmoid()`."""
     if not isinstance(node, ast.Call):
         return None
     if script.is_one_of(node.func, _SIGMOIDS) and len(node.args) == 1:
         return node.args[0]
-    is_method = method(node) == "sigmoid" and not node.args and isinstance(node.func, ast.Attribute)
+    is_method = find_method_name(node) == "sigmoid" and not node.args and isinstance(node.func, ast.Attribute)
     return node.func.value if is_method and isinstance(node.func, ast.Attribute) else None
 
 
-def _rename(patch: Patch, function: ast.expr) -> None:
+def _rename_to_logits(patch: Patch, function: ast.expr) -> None:
     text = ast.unparse(function)
     is_dotted = "." in text
     if text.endswith("BCELoss") and is_dotted:
@@ -79,11 +79,11 @@ def _rename(patch: Patch, function: ast.expr) -> None:
         patch.spoil()
 
 
-def _widen(facts: Facts, patch: Patch, call: ast.Call, autocast: Autocast) -> None:
+def _widen_loss(facts: ScriptFacts, patch: Patch, call: ast.Call, autocast: Autocast) -> None:
     """Compute the loss in fp32, where its arguments are there already and need no model."""
     script, statement = facts.script, facts.script.statement(call)
     inner = {node.func for one in call.args for node in ast.walk(one) if isinstance(node, ast.Call)}
-    names = {one.attr if isinstance(one, ast.Attribute) else path_of(one) for one in inner}
+    names = {one.attr if isinstance(one, ast.Attribute) else format_variable(one) for one in inner}
     is_alone = isinstance(statement, ast.Assign) and statement.value is call and len(call.args) >= 1
     if not is_alone or not names <= _PLAIN or statement.lineno != statement.end_lineno:
         patch.spoil()

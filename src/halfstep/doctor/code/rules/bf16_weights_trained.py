@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.trained import narrow_trained
+from halfstep.doctor.code.facts import ScriptFacts
+from halfstep.doctor.code.trained import find_narrow_optimizers
 from halfstep.doctor.located import LocatedFinding
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every optimizer over bf16 weights."""
-    for found in narrow_trained(facts.script, "bf16"):
+    for found in find_narrow_optimizers(facts.script, "bf16"):
         yield facts.script.finding(
             "bf16_weights_trained",
             "warning",

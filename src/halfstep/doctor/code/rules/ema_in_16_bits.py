@@ -6,11 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.formats import Named, cast_to, module_format
+from halfstep.doctor.code.facts import ScriptFacts
+from halfstep.doctor.code.formats import Named, find_cast_format, find_module_format
 from halfstep.doctor.code.patch import Patch
 from halfstep.doctor.code.rules.ema_on_skipped_steps import AVERAGE
-from halfstep.doctor.code.script import Script, method, path_of, receiver
+from halfstep.doctor.code.script import Script, find_method_name, find_receiver, format_variable
 from halfstep.doctor.located import LocatedFinding
 
 _AVERAGES = ("AveragedModel", "EMAModel", "ExponentialMovingAverage", "ModelEma", "ModelEmaV2", "ModelEmaV3")
@@ -20,14 +20,14 @@ _FUNCTION = re.compile(r"ema|average|accumulate|update", re.IGNORECASE)
 _LOST = {"bf16": "1/512", "fp16": "1/4096"}
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every average that certainly is in bf16 or fp16, in a file that updates one."""
     script = facts.script
     for node in script.every(ast.Assign):
-        path = path_of(node.targets[0])
+        path = format_variable(node.targets[0])
         if path is None or not AVERAGE.search(path.rpartition(".")[2]):
             continue
-        format = _format(script, node.value)
+        format = _find_average_format(script, node.value)
         if format is None or _is_widened(script, path) or not _is_updated(script, path):
             continue
         yield script.finding(
@@ -44,28 +44,28 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
 def _is_updated(script: Script, path: str) -> bool:
     """Return whether an average is updated: by its own method, by a function, or weight by weight in a loop."""
     for call in script.calls():
-        if receiver(call) == path and method(call) in _METHODS:
+        if find_receiver(call) == path and find_method_name(call) in _METHODS:
             return True
-        name = method(call) or path_of(call.func) or ""
-        if _FUNCTION.search(name) and path in {path_of(given) for given in call.args}:
+        name = find_method_name(call) or format_variable(call.func) or ""
+        if _FUNCTION.search(name) and path in {format_variable(given) for given in call.args}:
             return True
     return any(
-        path in {path_of(node) for node in ast.walk(loop.iter)}
-        and any(method(node) in _IN_PLACE for node in ast.walk(loop))
+        path in {format_variable(node) for node in ast.walk(loop.iter)}
+        and any(find_method_name(node) in _IN_PLACE for node in ast.walk(loop))
         for loop in script.every(ast.For)
     )
 
 
-def _format(script: Script, value: ast.expr) -> Named | None:
+def _find_average_format(script: Script, value: ast.expr) -> Named | None:
     """Return the format of an average: of a copy of a module, or of a class over its parameters."""
-    found = module_format(script, value)
+    found = find_module_format(script, value)
     if found is not None or not isinstance(value, ast.Call):
         return found
-    name = value.func.attr if isinstance(value.func, ast.Attribute) else path_of(value.func)
+    name = value.func.attr if isinstance(value.func, ast.Attribute) else format_variable(value.func)
     given = value.args[0] if value.args and name in _AVERAGES else None
-    if given is not None and method(given) == "parameters" and isinstance(given, ast.Call):
+    if given is not None and find_method_name(given) == "parameters" and isinstance(given, ast.Call):
         given = given.func.value if isinstance(given.func, ast.Attribute) else None
-    return module_format(script, given) if given is not None else None
+    return find_module_format(script, given) if given is not None else None
 
 
 def _is_widened(script: Script, path: str) -> bool:
@@ -73,8 +73,8 @@ def _is_widened(script: Script, path: str) -> bool:
     for call in script.calls():
         if (
             isinstance(call.func, ast.Attribute)
-            and path_of(call.func.value) == path
-            and cast_to(script, call) == "fp32"
+            and format_variable(call.func.value) == path
+            and find_cast_format(script, call) == "fp32"
         ):
             return True
     return False
@@ -82,15 +82,15 @@ def _is_widened(script: Script, path: str) -> bool:
 
 def _widen_average(script: Script, node: ast.Assign, format: Named) -> Patch:
     patch, value = script.patch(), node.value
-    is_own = isinstance(value, ast.Call) and cast_to(script, value) == format and len(value.args) <= 1
+    is_own = isinstance(value, ast.Call) and find_cast_format(script, value) == format and len(value.args) <= 1
     if is_own and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         inner = value.func.value
         # A copy of a module that is itself in 16 bits stays so without the cast.
-        if module_format(script, inner) is None:
+        if find_module_format(script, inner) is None:
             patch.replace(value, script.text(inner))
             return patch
     # lerp_ takes two tensors of one format; add_ and a class of averages widen by themselves.
-    mixes = not any(method(call) in ("lerp_", "_foreach_lerp_") for call in script.calls())
+    mixes = not any(find_method_name(call) in ("lerp_", "_foreach_lerp_") for call in script.calls())
     if mixes and isinstance(value, ast.Call) and script.names(value.func) == {"copy.deepcopy"}:
         patch.replace(value, f"{script.text(value)}.float()")
     else:

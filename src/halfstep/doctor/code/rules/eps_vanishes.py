@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.facts import ScriptFacts
 from halfstep.doctor.code.rules.optimizer_eps_vanishes import ZERO_IN_FP16
-from halfstep.doctor.code.script import Script, path_of
+from halfstep.doctor.code.script import Script, format_variable
 from halfstep.doctor.located import LocatedFinding
 
 _NARROW = frozenset(
@@ -18,7 +18,7 @@ _KEEPS = {"abs", "amax", "amin", "max", "min", "mean", "detach", "sqrt", "clamp"
 """Methods that compute in the format of their tensor; CUDA's autocast takes norms, sums and powers in fp32."""
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every `x / (y + 1e-8)` where y certainly is in fp16."""
     for node in facts.script.every(ast.BinOp):
         if not isinstance(node.op, ast.Div) or not isinstance(node.right, ast.BinOp):
@@ -51,7 +51,7 @@ def _find_vanishing_eps(script: Script, total: ast.BinOp) -> tuple[ast.expr, ast
     return None
 
 
-def _is_fp16(facts: Facts, node: ast.expr) -> bool:
+def _is_fp16(facts: ScriptFacts, node: ast.expr) -> bool:
     """Return whether an expression certainly is a tensor in fp16: the output of a linear layer or a convolution."""
     over = facts.autocasts.over(node)
     if not over or any(one.format != "fp16" or not one.enabled for one in over):
@@ -61,7 +61,7 @@ def _is_fp16(facts: Facts, node: ast.expr) -> bool:
     value = facts.script.value(node)
     if isinstance(value, ast.BinOp):
         return isinstance(value.op, ast.MatMult)
-    if not isinstance(value, ast.Call) or path_of(value.func) is None:
+    if not isinstance(value, ast.Call) or format_variable(value.func) is None:
         return False
     made = facts.script.value(value.func)
     is_layer = isinstance(made, ast.Call) and facts.script.is_one_of(made.func, _NARROW)

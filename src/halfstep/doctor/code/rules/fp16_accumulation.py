@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.facts import ScriptFacts
 from halfstep.doctor.located import LocatedFinding
 from halfstep.finding import Severity
 
@@ -21,7 +21,7 @@ _SWITCHES: dict[str, tuple[Severity, str]] = {
 }
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every such switch that is set to True."""
     for node in facts.script.every(ast.Assign):
         on = isinstance(node.value, ast.Constant) and node.value.value is True

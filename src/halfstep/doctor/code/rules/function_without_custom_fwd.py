@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.facts import ScriptFacts
 from halfstep.doctor.code.patch import Patch
-from halfstep.doctor.code.script import FUNCTIONS, Function, method, words_in
+from halfstep.doctor.code.script import FUNCTIONS, Function, find_method_name, iterate_names
 from halfstep.doctor.located import LocatedFinding
 
 _BASES = frozenset({"torch.autograd.Function", "torch.autograd.function.Function"})
@@ -18,14 +18,18 @@ _CAST = {
 """Operations that autocast computes in 16 bits, also inside of a Function's forward, but not in its backward."""
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every such Function whose `apply` may run under an autocast."""
     for owner in facts.script.every(ast.ClassDef):
         if not any(facts.script.is_one_of(base, _BASES) for base in owner.bases):
             continue
         methods = {one.name: one for one in owner.body if isinstance(one, FUNCTIONS)}
         forward = methods.get("forward")
-        if forward is None or not _is_cast(forward) or any(_says(facts, one) for one in methods.values()):
+        if (
+            forward is None
+            or not _has_autocast_operation(forward)
+            or any(_has_autocast_handling(facts, one) for one in methods.values())
+        ):
             continue
         for call in _find_applied(facts, owner):
             device = facts.autocasts.over(call)[0].device or "cuda"
@@ -41,33 +45,33 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             break
 
 
-def _find_applied(facts: Facts, owner: ast.ClassDef) -> Iterator[ast.Call]:
+def _find_applied(facts: ScriptFacts, owner: ast.ClassDef) -> Iterator[ast.Call]:
     """Yield the calls of `apply` that may run under an autocast."""
     for call in facts.script.calls():
-        is_apply = method(call) == "apply" and isinstance(call.func, ast.Attribute)
+        is_apply = find_method_name(call) == "apply" and isinstance(call.func, ast.Attribute)
         target = call.func.value if is_apply and isinstance(call.func, ast.Attribute) else None
         if isinstance(target, ast.Name) and target.id == owner.name and facts.autocasts.over(call):
             yield call
 
 
-def _is_cast(forward: Function) -> bool:
+def _has_autocast_operation(forward: Function) -> bool:
     for node in ast.walk(forward):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             return True
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in _CAST and next(iter(words_in(node.func)), None) is not None:
+            if name in _CAST and next(iter(iterate_names(node.func)), None) is not None:
                 return True
     return False
 
 
-def _says(facts: Facts, function: Function) -> bool:
+def _has_autocast_handling(facts: ScriptFacts, function: Function) -> bool:
     """Return whether a method cares for autocast, by a decorator or inside."""
-    words = {word for one in function.decorator_list for word in words_in(one)}
-    return bool(words & {"custom_fwd", "custom_bwd"}) or "autocast" in set(words_in(function))
+    words = {word for one in function.decorator_list for word in iterate_names(one)}
+    return bool(words & {"custom_fwd", "custom_bwd"}) or "autocast" in set(iterate_names(function))
 
 
-def _add_decorators(facts: Facts, methods: dict[str, Function], device: str) -> Patch:
+def _add_decorators(facts: ScriptFacts, methods: dict[str, Function], device: str) -> Patch:
     patch = facts.script.patch()
     if "backward" not in methods or "torch" not in facts.script.names(ast.Name("torch", ast.Load())):
         patch.spoil()

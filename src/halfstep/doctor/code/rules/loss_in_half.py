@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.formats import cast_to
-from halfstep.doctor.code.order import exclusive, precedes
+from halfstep.doctor.code.facts import ScriptFacts
+from halfstep.doctor.code.formats import find_cast_format
+from halfstep.doctor.code.order import are_mutually_exclusive, is_earlier_node
 from halfstep.doctor.code.script import Script
 from halfstep.doctor.located import LocatedFinding
 
@@ -16,7 +16,7 @@ _NAME = re.compile(r"\w+_loss|cross_entropy|binary_cross_entropy\w*|kl_div")
 _LOSS = re.compile(rf"torch\.nn\.functional\.({_NAME.pattern})")
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every cast to fp16 whose result goes into one of torch's losses, outside of autocast."""
     script = facts.script
     found: set[ast.Call] = set()
@@ -29,7 +29,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         if not (facts.backwards or isinstance(script.statement(call), ast.Return)):
             continue
         for given in call.args[:2]:
-            cast = _cast(script, given, call)
+            cast = _find_fp16_cast(script, given, call)
             if cast is not None and cast not in found:
                 found.add(cast)
                 yield script.finding(
@@ -42,12 +42,12 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
                 )
 
 
-def _cast(script: Script, given: ast.expr, loss: ast.Call) -> ast.Call | None:
+def _find_fp16_cast(script: Script, given: ast.expr, loss: ast.Call) -> ast.Call | None:
     """Return the cast to fp16 that a value has last been through before a loss."""
     values: list[ast.expr | None] = [given]
     if not isinstance(given, ast.Call):
-        values = [one for one in script.bindings(given) if one is None or precedes(one, loss)]
+        values = [one for one in script.bindings(given) if one is None or is_earlier_node(one, loss)]
     last = values[-1] if values else None
-    if not isinstance(last, ast.Call) or cast_to(script, last) != "fp16":
+    if not isinstance(last, ast.Call) or find_cast_format(script, last) != "fp16":
         return None
-    return last if last is given or not exclusive(script, last, loss) else None
+    return last if last is given or not are_mutually_exclusive(script, last, loss) else None

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from halfstep.doctor.code import autocasts, scalers
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.order import ancestors
+from halfstep.doctor.code.facts import ScriptFacts
+from halfstep.doctor.code.order import iterate_ancestors
 from halfstep.doctor.code.patch import Patch
 from halfstep.doctor.code.script import Script
 from halfstep.doctor.located import LocatedFinding
@@ -18,7 +18,7 @@ _ASKS = re.compile(r"hasattr|version|available|is_torch|greater|less", re.IGNORE
 _MOVED = {"autocast", "GradScaler"}
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield one note for a file that uses the old spelling outside of a check for an old torch."""
     script = facts.script
     calls = [call for call in script.calls_of(_OLD) if not _is_fallback(script, call)]
@@ -42,7 +42,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
 
 def _is_fallback(script: Script, call: ast.Call) -> bool:
     """Return whether a call is for an older torch: in an `except`, or where a condition asks for a version."""
-    for node in ancestors(script, call):
+    for node in iterate_ancestors(script, call):
         if isinstance(node, ast.ExceptHandler):
             return True
         if isinstance(node, (ast.If, ast.IfExp)) and _ASKS.search(ast.unparse(node.test)):
@@ -53,7 +53,7 @@ def _is_fallback(script: Script, call: ast.Call) -> bool:
 def _respell_calls(script: Script, calls: list[ast.Call]) -> Patch:
     patch = script.patch()
     for call in sorted(calls, key=lambda one: (one.lineno, one.col_offset), reverse=True):
-        patch.replace(call, _new_spelling(script, call, patch))
+        patch.replace(call, _format_new_spelling(script, call, patch))
     for source in script.every(ast.ImportFrom):
         if source.module in ("torch.cuda.amp", "torch.cpu.amp"):
             if {alias.name for alias in source.names} <= _MOVED and script.scopes[source] is script.tree:
@@ -64,7 +64,7 @@ def _respell_calls(script: Script, calls: list[ast.Call]) -> Patch:
     return patch
 
 
-def _new_spelling(script: Script, call: ast.Call, patch: Patch) -> str:
+def _format_new_spelling(script: Script, call: ast.Call, patch: Patch) -> str:
     old = min(script.names(call.func))
     device, name = old.split(".")[1], old.rpartition(".")[2]
     given = [script.text(one) for one in call.args]

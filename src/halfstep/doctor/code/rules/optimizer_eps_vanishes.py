@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.doctor.code.facts import Facts
+from halfstep.doctor.code.facts import ScriptFacts
 from halfstep.doctor.code.patch import Patch
-from halfstep.doctor.code.script import argument, unpacks
-from halfstep.doctor.code.trained import half_trained
+from halfstep.doctor.code.script import find_argument, has_unpacked_arguments
+from halfstep.doctor.code.trained import find_fp16_optimizers
 from halfstep.doctor.located import LocatedFinding
 
 _DEFAULTS = {"Adam": 1e-8, "AdamW": 1e-8, "RMSprop": 1e-8, "NAdam": 1e-8, "RAdam": 1e-8, "Adamax": 1e-8}
@@ -17,13 +17,15 @@ ZERO_IN_FP16 = 2.0**-25
 """Half of the smallest number of fp16: numbers up to this round to 0."""
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every such optimizer over fp16 weights."""
-    for found in half_trained(facts.script):
+    for found in find_fp16_optimizers(facts.script):
         call = found.optimizer
         name = next(iter(facts.script.names(call.func))).rpartition(".")[2]
-        given = argument(call, "eps")
-        eps = _DEFAULTS.get(name) if given is None and not unpacks(call) else facts.script.constant(given)
+        given = find_argument(call, "eps")
+        eps = (
+            _DEFAULTS.get(name) if given is None and not has_unpacked_arguments(call) else facts.script.constant(given)
+        )
         if name not in _DEFAULTS or not isinstance(eps, float) or not 0 < eps <= ZERO_IN_FP16:
             continue
         yield facts.script.finding(
@@ -37,11 +39,11 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def _set_eps(facts: Facts, call: ast.Call, given: ast.expr | None) -> Patch:
+def _set_eps(facts: ScriptFacts, call: ast.Call, given: ast.expr | None) -> Patch:
     patch = facts.script.patch()
     if isinstance(given, ast.Constant):
         patch.replace(given, "1e-4")
-    elif given is None and not unpacks(call):
+    elif given is None and not has_unpacked_arguments(call):
         patch.replace(call, facts.script.with_argument(call, "eps=1e-4"))
     else:
         patch.spoil()

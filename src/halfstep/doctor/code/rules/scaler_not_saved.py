@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.order import ancestors
-from halfstep.doctor.code.script import Script, method, path_of, receiver
+from halfstep.doctor.code.facts import ScriptFacts
+from halfstep.doctor.code.order import iterate_ancestors
+from halfstep.doctor.code.script import Script, find_method_name, find_receiver, format_variable
 from halfstep.doctor.located import LocatedFinding
 
 _SCALER = re.compile(r"scaler|(^|[._])amp($|[._])|mixed_precision", re.IGNORECASE)
@@ -16,20 +16,20 @@ _SAVES = re.compile(r"save|checkpoint|ckpt|dump", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"optim|(^|[._])opt(_\w+)?$", re.IGNORECASE)
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for the first optimizer's state of each saved dictionary, where no scaler's state is saved."""
     script = facts.script
     steps = [one for one in facts.scalers.of("step") if not facts.scalers.is_off(one.call)]
     on = facts.autocasts.on
     is_known_bf16 = bool(on) and all(one.format == "bf16" for one in on)
-    if not steps or is_known_bf16 or _saves_scaler(facts):
+    if not steps or is_known_bf16 or _has_saved_scaler(facts):
         return
     met: set[ast.AST] = set()
     for call in script.calls():
-        path = receiver(call) or ""
-        if method(call) != "state_dict" or not _OPTIMIZER.search(path) or _SCALER.search(path):
+        path = find_receiver(call) or ""
+        if find_method_name(call) != "state_dict" or not _OPTIMIZER.search(path) or _SCALER.search(path):
             continue
-        holder = _holder(script, call)
+        holder = _find_state_holder(script, call)
         scope = script.scopes[call]
         if holder is None or scope in met or not _is_saved(script, call, scope):
             continue
@@ -44,15 +44,15 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
         )
 
 
-def _saves_scaler(facts: Facts) -> bool:
+def _has_saved_scaler(facts: ScriptFacts) -> bool:
     """Return whether a state of a scaler is taken anywhere in the file, or the scaler itself is handed on."""
     script = facts.script
     paths = {one.scaler for one in facts.scalers.calls}
     for call in script.calls():
-        path = receiver(call) or ""
-        if method(call) in ("state_dict", "load_state_dict") and (path in paths or _SCALER.search(path)):
+        path = find_receiver(call) or ""
+        if find_method_name(call) in ("state_dict", "load_state_dict") and (path in paths or _SCALER.search(path)):
             return True
-        if _SAVES.search(_called_name(call)) and any(
+        if _SAVES.search(_find_called_name(call)) and any(
             _is_scaler(one, paths) for one in [*call.args, *(keyword.value for keyword in call.keywords)]
         ):
             return True
@@ -64,21 +64,21 @@ def _saves_scaler(facts: Facts) -> bool:
 
 
 def _is_scaler(node: ast.expr, paths: set[str]) -> bool:
-    return any(path_of(one) in paths for one in ast.walk(node))
+    return any(format_variable(one) in paths for one in ast.walk(node))
 
 
-def _called_name(call: ast.Call) -> str:
-    return method(call) or path_of(call.func) or ""
+def _find_called_name(call: ast.Call) -> str:
+    return find_method_name(call) or format_variable(call.func) or ""
 
 
-def _holder(script: Script, call: ast.Call) -> ast.AST | None:
+def _find_state_holder(script: Script, call: ast.Call) -> ast.AST | None:
     """Return the dictionary, the assignment to a key or the call of `save` that a state goes into."""
     inner: ast.AST = call
-    for outer in ancestors(script, call):
+    for outer in iterate_ancestors(script, call):
         if isinstance(outer, ast.Dict) and inner in outer.values:
             return outer
         if isinstance(outer, ast.Call) and inner is not outer.func:
-            name = _called_name(outer)
+            name = _find_called_name(outer)
             is_record = isinstance(inner, ast.keyword) and name[:1].isupper()
             return outer if name in ("dict", "update", "save") or is_record else None
         if isinstance(outer, ast.keyword):
@@ -96,5 +96,6 @@ def _is_saved(script: Script, call: ast.Call, scope: ast.AST) -> bool:
     """Return whether the function saves something, or is itself one that makes a checkpoint."""
     name = getattr(scope, "name", "")
     return bool(_SAVES.search(name)) or any(
-        _SAVES.search(_called_name(one)) and not _called_name(one).startswith("load") for one in script.calls(scope)
+        _SAVES.search(_find_called_name(one)) and not _find_called_name(one).startswith("load")
+        for one in script.calls(scope)
     )

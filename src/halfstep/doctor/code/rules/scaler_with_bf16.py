@@ -5,23 +5,23 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.order import ancestors
+from halfstep.doctor.code.facts import ScriptFacts
+from halfstep.doctor.code.order import iterate_ancestors
 from halfstep.doctor.code.patch import Patch
-from halfstep.doctor.code.scalers import MadeScaler
-from halfstep.doctor.code.script import words_in
+from halfstep.doctor.code.scalers import ScalerConstruction
+from halfstep.doctor.code.script import iterate_names
 from halfstep.doctor.located import LocatedFinding
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every scaler that is certainly on, where all autocast is certainly in bf16."""
     on = facts.autocasts.on
     if not on or any(one.format != "bf16" for one in on) or not facts.scalers.of("backward"):
         return
     for made in facts.scalers.made:
         # A scaler that is made only in some cases: they may not be those of bf16.
-        around = [one for one in ancestors(facts.script, made.call) if isinstance(one, (ast.If, ast.IfExp))]
-        is_conditional = any("__name__" not in words_in(one.test) for one in around)
+        around = [one for one in iterate_ancestors(facts.script, made.call) if isinstance(one, (ast.If, ast.IfExp))]
+        is_conditional = any("__name__" not in iterate_names(one.test) for one in around)
         is_on = made.enabled is True and not is_conditional
         if is_on or _has_same_switch(facts, made):
             yield facts.script.finding(
@@ -35,7 +35,7 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             )
 
 
-def _has_same_switch(facts: Facts, made: MadeScaler) -> bool:
+def _has_same_switch(facts: ScriptFacts, made: ScalerConstruction) -> bool:
     """Return whether the scaler is on exactly where every autocast is: one switch for both."""
     given = next((one.value for one in made.call.keywords if one.arg == "enabled"), None)
     parent = facts.script.parents.get(made.call)
@@ -49,7 +49,7 @@ def _has_same_switch(facts: Facts, made: MadeScaler) -> bool:
     )
 
 
-def _disable_scaler(facts: Facts, call: ast.Call) -> Patch:
+def _disable_scaler(facts: ScriptFacts, call: ast.Call) -> Patch:
     patch = facts.script.patch()
     given = next((one.value for one in call.keywords if one.arg == "enabled"), None)
     if given is not None:

@@ -6,19 +6,21 @@ import ast
 import re
 from collections.abc import Iterator
 
-from halfstep.doctor.code.facts import Facts
-from halfstep.doctor.code.script import method, receiver
-from halfstep.doctor.code.skips import held_back, unheld
+from halfstep.doctor.code.facts import ScriptFacts
+from halfstep.doctor.code.script import find_method_name, find_receiver
+from halfstep.doctor.code.skips import build_hold_patch, find_unheld_calls
 from halfstep.doctor.located import LocatedFinding
 
 _SCHEDULE = re.compile(r"sched", re.IGNORECASE)
 
 
-def look(facts: Facts) -> Iterator[LocatedFinding]:
+def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
     """Yield a finding for every schedule that is stepped in the loop of a scaler's step, regardless of it."""
-    calls = [call for call in facts.script.calls() if _advances(facts, call)] if facts.scalers.of("step") else []
-    for found in unheld(facts, calls):
-        schedule = receiver(found.call)
+    calls = (
+        [call for call in facts.script.calls() if _is_scheduler_step(facts, call)] if facts.scalers.of("step") else []
+    )
+    for found in find_unheld_calls(facts, calls):
+        schedule = find_receiver(found.call)
         yield facts.script.finding(
             "schedule_on_skipped_steps",
             "warning",
@@ -27,16 +29,16 @@ def look(facts: Facts) -> Iterator[LocatedFinding]:
             f"{found.step.call.lineno} is skipped: after an overflow the learning rate changes, but the weights do not",
             f"save `{found.step.scaler}.get_scale()` before `{found.step.scaler}.update()`, and call "
             f"`{schedule}.step()` only if the scale has not decreased",
-            held_back(facts, found),
+            build_hold_patch(facts, found),
         )
 
 
-def _advances(facts: Facts, call: ast.Call) -> bool:
+def _is_scheduler_step(facts: ScriptFacts, call: ast.Call) -> bool:
     # A noise schedule's step takes the model's output: that of a learning rate takes nothing.
-    if method(call) != "step" or call.args or call.keywords or not isinstance(call.func, ast.Attribute):
+    if find_method_name(call) != "step" or call.args or call.keywords or not isinstance(call.func, ast.Attribute):
         return False
     made = [one for one in facts.script.bindings(call.func.value) if isinstance(one, ast.Call)]
     names = [name for one in made for name in facts.script.names(one.func)]
     if any(name.startswith("torch.optim.lr_scheduler.") for name in names):
         return True
-    return bool(_SCHEDULE.search((receiver(call) or "").rpartition(".")[2]))
+    return bool(_SCHEDULE.search((find_receiver(call) or "").rpartition(".")[2]))

@@ -25,12 +25,12 @@ def check(recipe: Any) -> None:
     if options.autoencoder in ("new", "none"):
         halvings = len(options.autoencoder_widths) - 1 if options.autoencoder == "new" else 0
         halvings += len(options.widths) - 1 if options.denoiser == "new" else 0
-        check_size(data, 2**halvings)
+        check_image_size(data, 2**halvings)
     _check_guidance(options)
     _check_steps(options)
 
 
-def check_size(data: Any, halves: int) -> None:
+def check_image_size(data: Any, halves: int) -> None:
     """Raise `BadRecipe` if the image size is no multiple of `halves`, the model's total stride."""
     if data.size % halves:
         often = "once" if halves == 2 else f"{halves.bit_length() - 1} times"
@@ -41,7 +41,7 @@ def check_size(data: Any, halves: int) -> None:
         )
 
 
-def check_channels(given: int, wanted: int, whose: str) -> None:
+def check_image_channels(given: int, wanted: int, whose: str) -> None:
     """Raise `BadRecipe` where images do not have the channels a pretrained autoencoder was built for."""
     if given != wanted:
         raise BadRecipe(

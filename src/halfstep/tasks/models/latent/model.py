@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import BadRecipe
 from halfstep.precision.precision import widen
-from halfstep.tasks.latent_cache.encoding import bounded
+from halfstep.tasks.latent_cache.encoding import split_moments
 from halfstep.tasks.models.latent.noise import NoiseSchedule
 
 CHANNELS_A_GROUP = 4
@@ -24,7 +24,7 @@ CHANNELS_A_GROUP = 4
 MOST_GROUPS = 32
 
 
-def autoencoder_config(options: Any, channels: int, size: int) -> dict[str, object]:
+def build_autoencoder_config(options: Any, channels: int, size: int) -> dict[str, object]:
     """Return the config of a new autoencoder, plain data for `AutoencoderKL(**config)`."""
     widths = list(options.autoencoder_widths)
     return {
@@ -35,25 +35,25 @@ def autoencoder_config(options: Any, channels: int, size: int) -> dict[str, obje
         "block_out_channels": widths,
         "layers_per_block": options.autoencoder_layers,
         "latent_channels": options.latent_channels,
-        "norm_num_groups": norm_groups(widths),
+        "norm_num_groups": choose_norm_groups(widths),
         "sample_size": size,
     }
 
 
-def autoencoder_from(config: Mapping[str, object]) -> AutoencoderKL:
+def build_autoencoder(config: Mapping[str, object]) -> AutoencoderKL:
     """Return an autoencoder with random weights."""
     module: AutoencoderKL = AutoencoderKL(**config)
     return module
 
 
-def norm_groups(widths: Sequence[int]) -> int:
+def choose_norm_groups(widths: Sequence[int]) -> int:
     """Return the largest number of groups that divides all widths and leaves each group enough channels."""
     common = math.gcd(*widths)
     most = max(1, min(MOST_GROUPS, common // CHANNELS_A_GROUP))
     return max(groups for groups in range(1, most + 1) if common % groups == 0)
 
 
-def stride_of(config: Mapping[str, Any]) -> int:
+def compute_latent_stride(config: Mapping[str, Any]) -> int:
     """Return how many pixels, per side, become one latent position."""
     return int(2 ** (len(config["block_out_channels"]) - 1))
 
@@ -113,7 +113,7 @@ MOST_OF_A_HEAD = 32
 
 
 @dataclass(frozen=True)
-class Asked:
+class ConditionSpec:
     """The kind of condition a denoiser takes, and its size."""
 
     kind: str = "none"
@@ -130,7 +130,7 @@ class Asked:
         return self.classes + 1 if self.kind == "class" else None
 
 
-def new_denoiser(options: Any, latents: int, size: int, asked: Asked) -> nn.Module:
+def build_denoiser(options: Any, latents: int, size: int, asked: ConditionSpec) -> nn.Module:
     """Return a denoiser for latents with `latents` channels and `size` positions per side."""
     extra = options.condition_width if asked.kind == "image" else 0
     widths = list(options.widths)
@@ -140,14 +140,14 @@ def new_denoiser(options: Any, latents: int, size: int, asked: Asked) -> nn.Modu
         "out_channels": latents,
         "block_out_channels": widths,
         "layers_per_block": options.layers,
-        "norm_num_groups": norm_groups(widths),
+        "norm_num_groups": choose_norm_groups(widths),
     }
     if asked.kind == "embedding":
-        return _attentive(shared, options, asked.width)
-    return _make_unconditional(shared, options, asked.embeds)
+        return _build_cross_attention_unet(shared, options, asked.width)
+    return _build_unconditional_unet(shared, options, asked.embeds)
 
 
-def check_denoiser(denoiser: nn.Module, folder: str, options: Any, latents: int, asked: Asked) -> None:
+def check_denoiser(denoiser: nn.Module, folder: str, options: Any, latents: int, asked: ConditionSpec) -> None:
     """Raise `BadRecipe` for a pretrained denoiser that was built for other latents or conditions."""
     config: Any = denoiser.config
     extra = options.condition_width if asked.kind == "image" else 0
@@ -168,22 +168,22 @@ def check_denoiser(denoiser: nn.Module, folder: str, options: Any, latents: int,
         )
 
 
-def _make_unconditional(shared: Mapping[str, object], options: Any, embeds: int | None) -> nn.Module:
+def _build_unconditional_unet(shared: Mapping[str, object], options: Any, embeds: int | None) -> nn.Module:
     model: nn.Module = UNet2DModel(
         **shared,
-        **_blocks("DownBlock2D", "AttnDownBlock2D", "AttnUpBlock2D", "UpBlock2D", options),
-        attention_head_dim=_head(options.widths),
+        **_list_block_types("DownBlock2D", "AttnDownBlock2D", "AttnUpBlock2D", "UpBlock2D", options),
+        attention_head_dim=_choose_head_width(options.widths),
         add_attention=options.attention_levels > 0,
         num_class_embeds=embeds,
     )
     return model
 
 
-def _attentive(shared: Mapping[str, object], options: Any, width: int) -> nn.Module:
-    head = _head(options.widths)
+def _build_cross_attention_unet(shared: Mapping[str, object], options: Any, width: int) -> nn.Module:
+    head = _choose_head_width(options.widths)
     model: nn.Module = UNet2DConditionModel(
         **shared,
-        **_blocks("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D", options),
+        **_list_block_types("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D", options),
         # In UNet2DConditionModel this argument is the number of heads, despite its name.
         attention_head_dim=[channels // head for channels in options.widths],
         cross_attention_dim=width,
@@ -191,7 +191,7 @@ def _attentive(shared: Mapping[str, object], options: Any, width: int) -> nn.Mod
     return model
 
 
-def _blocks(down: str, attentive_down: str, attentive_up: str, up: str, options: Any) -> dict[str, list[str]]:
+def _list_block_types(down: str, attentive_down: str, attentive_up: str, up: str, options: Any) -> dict[str, list[str]]:
     """Return the block types of the levels; the lowest `attention_levels` have attention."""
     below = options.attention_levels
     above = len(options.widths) - below
@@ -201,7 +201,7 @@ def _blocks(down: str, attentive_down: str, attentive_up: str, up: str, options:
     }
 
 
-def _head(widths: list[int]) -> int:
+def _choose_head_width(widths: list[int]) -> int:
     return math.gcd(*widths, MOST_OF_A_HEAD)
 
 
@@ -226,7 +226,7 @@ class LatentDiffusion(nn.Module):
         autoencoder: AutoencoderKL | None,
         denoiser: nn.Module | None,
         noise: NoiseSchedule,
-        asked: Asked,
+        asked: ConditionSpec,
         condition: ImageCondition | None = None,
     ) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class LatentDiffusion(nn.Module):
 
     def latents(self, moments: Tensor, draw: Draw = torch.randn_like) -> Tensor:
         """Sample scaled latents from their moments; with `torch.zeros_like` as `draw`, return their mean."""
-        mean, spread = bounded(widen(moments))
+        mean, spread = split_moments(widen(moments))
         latents = mean + (0.5 * spread).exp() * draw(mean)
         if self.measures_scale and self.training:
             self._update_latent_scale(latents.detach())
@@ -296,7 +296,7 @@ class LatentDiffusion(nn.Module):
         if self.autoencoder is None:
             return images, channels, size, size
         config = self.autoencoder.config
-        side = size // stride_of(config)
+        side = size // compute_latent_stride(config)
         return images, config["latent_channels"], side, side
 
     def _said(self, noisy: Tensor, timesteps: Tensor, **how: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor, nn
 
 from halfstep.precision.island import island
-from halfstep.tasks.latent_cache.encoding import bounded
+from halfstep.tasks.latent_cache.encoding import split_moments
 from halfstep.train.metrics import Metric
 
 SEED = 20_011
@@ -23,7 +23,7 @@ PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
 """Recipe values of `model.prediction`, and diffusers' names for them."""
 
 
-def schedule_settings(options: Any) -> dict[str, object]:
+def build_schedule_settings(options: Any) -> dict[str, object]:
     """Return the scheduler settings of diffusers, the same for training and sampling."""
     # With fewer timesteps each must add more noise; otherwise the last would be far from the pure noise sampling starts
     # from.
@@ -47,7 +47,9 @@ class NoiseSchedule(nn.Module):
         super().__init__()
         self.prediction: str = options.prediction
         # A buffer, to follow the model's device; not persistent, because the recipe determines it.
-        self.register_buffer("signal", DDPMScheduler(**schedule_settings(options)).alphas_cumprod, persistent=False)
+        self.register_buffer(
+            "signal", DDPMScheduler(**build_schedule_settings(options)).alphas_cumprod, persistent=False
+        )
 
     def __len__(self) -> int:
         return len(self.signal)
@@ -58,7 +60,7 @@ class NoiseSchedule(nn.Module):
 
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """Return the denoiser's target: the noise, or the velocity."""
-        return noise if self.prediction == "epsilon" else _velocity(latents, noise, self.signal[timesteps])
+        return noise if self.prediction == "epsilon" else _compute_velocity(latents, noise, self.signal[timesteps])
 
     def weights(self, timesteps: Tensor, min_snr: float | None) -> Tensor:
         """Return the loss weight of each sample; with `min_snr`, samples with a higher signal-to-noise ratio count
@@ -115,31 +117,31 @@ def _mix_noise(latents: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
 
 
 @island
-def _velocity(latents: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
+def _compute_velocity(latents: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
     signal = signal.view(-1, 1, 1, 1)
     return signal.sqrt() * noise - (1.0 - signal).sqrt() * latents
 
 
 @island
-def reconstruction(predicted: Tensor, image: Tensor) -> Tensor:
+def compute_reconstruction_loss(predicted: Tensor, image: Tensor) -> Tensor:
     """Return the mean squared error per pixel."""
     return F.mse_loss(predicted, image)
 
 
 @island
-def divergence(moments: Tensor, image: Tensor) -> Tensor:
+def compute_kl_divergence(moments: Tensor, image: Tensor) -> Tensor:
     """Return the KL divergence of latents from a normal distribution, per number of the image, as a mean over the
     batch.
 
     Both parts of the autoencoder's loss are then per number of the image, so `loss.kl` means the same for every image
     size.
     """
-    mean, spread = bounded(moments)
+    mean, spread = split_moments(moments)
     return 0.5 * (mean.square() + spread.exp() - 1.0 - spread).sum() / image.numel()
 
 
 @island
-def squared_errors(predicted: Tensor, target: Tensor) -> Tensor:
+def compute_squared_errors(predicted: Tensor, target: Tensor) -> Tensor:
     """Return the mean squared error of each sample."""
     return (predicted - target).square().flatten(1).mean(1)
 

@@ -20,30 +20,30 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from safetensors import SafetensorError
 from torch import nn
 
-from halfstep.checkpoint.paths import CHECKPOINTS, generations
-from halfstep.checkpoint.reading import newest_intact, read_state
-from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe, begin_again, in_one_line
+from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
+from halfstep.checkpoint.reading import find_newest_intact, read_rank_state
+from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe, advise_new_run, format_error_line
 from halfstep.files import read_json
 from halfstep.precision.island import island
-from halfstep.recipe.resolve import validated
+from halfstep.recipe.resolve import validate_against_schema
 from halfstep.recipe.sources import read_recipe
-from halfstep.tasks.models.latent.checks import check_channels, check_size
+from halfstep.tasks.models.latent.checks import check_image_channels, check_image_size
 from halfstep.tasks.models.latent.model import (
-    Asked,
+    ConditionSpec,
     ImageCondition,
     LatentDiffusion,
-    autoencoder_config,
-    autoencoder_from,
+    build_autoencoder,
+    build_autoencoder_config,
+    build_denoiser,
     check_denoiser,
-    new_denoiser,
-    stride_of,
+    compute_latent_stride,
 )
 from halfstep.tasks.models.latent.noise import NoiseSchedule
 from halfstep.tasks.options.diffusion import SCHEMA
 from halfstep.train.outputs import BEST, FACTS, LAST
-from halfstep.train.run_folder import RECIPE, recipe_in
+from halfstep.train.run_folder import RECIPE, find_recipe_file
 from halfstep.train.state import State
-from halfstep.train.weights import digest, finite, load_weights
+from halfstep.train.weights import compute_weights_digest, has_finite_weights, load_weights
 
 AUTOENCODER = "autoencoder"
 """The name of the autoencoder in a run's model, and of its config in the run's facts."""
@@ -73,7 +73,7 @@ class PretrainedAutoencoder:
     """Plain data from which `AutoencoderKL(**config)` builds the same module."""
 
 
-def pretrained_autoencoder(folder: str | Path) -> PretrainedAutoencoder:
+def load_pretrained_autoencoder(folder: str | Path) -> PretrainedAutoencoder:
     """Load an autoencoder from a run's folder, a diffusers folder, or a pipeline's folder with `vae` in it.
 
     Raise `BadData`, `Unsafe` or `StateMismatch` if there is none to be used.
@@ -81,30 +81,30 @@ def pretrained_autoencoder(folder: str | Path) -> PretrainedAutoencoder:
     place, scale = Path(os.path.expanduser(folder)), None
     module: AutoencoderKL
     if (place / RECIPE).is_file():
-        module = _load_run(place)
+        module = _load_run_autoencoder(place)
     else:
-        module, config = _load_diffusers(place, "vae", _AUTOENCODERS, TRAIN_ONE)
-        scale = _read_scale(config, place)
-    return PretrainedAutoencoder(module, scale, digest(module), plain_config(module))
+        module, config = _load_diffusers_module(place, "vae", _AUTOENCODERS, TRAIN_ONE)
+        scale = _read_scaling_factor(config, place)
+    return PretrainedAutoencoder(module, scale, compute_weights_digest(module), extract_plain_config(module))
 
 
-def pretrained_denoiser(folder: str | Path) -> nn.Module:
+def load_pretrained_denoiser(folder: str | Path) -> nn.Module:
     """Load a denoiser from a diffusers folder, or from a pipeline's folder with `unet` in it.
 
     Raise `BadData` or `Unsafe` if there is none to be used.
     """
     do = "write model.denoiser=FOLDER with the folder that save_pretrained wrote, or model.denoiser=new"
-    module: nn.Module = _load_diffusers(Path(os.path.expanduser(folder)), "unet", _DENOISERS, do)[0]
+    module: nn.Module = _load_diffusers_module(Path(os.path.expanduser(folder)), "unet", _DENOISERS, do)[0]
     return module
 
 
-def plain_config(module: Any) -> dict[str, object]:
+def extract_plain_config(module: Any) -> dict[str, object]:
     """Return the config of a diffusers module without private entries, for a JSON file."""
     return {name: value for name, value in dict(module.config).items() if not name.startswith("_")}
 
 
-def _load_run(folder: Path) -> AutoencoderKL:
-    _require_trained(folder)
+def _load_run_autoencoder(folder: Path) -> AutoencoderKL:
+    _require_trained_autoencoder(folder)
     path = next((folder / name for name in (BEST, LAST) if (folder / name).is_file()), None)
     if path is None:
         raise BadData(
@@ -114,7 +114,7 @@ def _load_run(folder: Path) -> AutoencoderKL:
         )
     facts = read_json(folder / FACTS)
     config = facts.get(AUTOENCODER) if isinstance(facts, dict) else None
-    sketch = _sketch(AutoencoderKL, config, folder / FACTS, path.stat().st_size)
+    sketch = _build_meta_module(AutoencoderKL, config, folder / FACTS, path.stat().st_size)
     module = sketch.to_empty(device=torch.get_default_device())
     # The file also holds the denoiser, which is not needed; the autoencoder must be complete.
     report = load_weights(nn.ModuleDict({AUTOENCODER: module}), path, partial=True)
@@ -128,21 +128,23 @@ def _load_run(folder: Path) -> AutoencoderKL:
     return built
 
 
-def _require_trained(folder: Path) -> None:
+def _require_trained_autoencoder(folder: Path) -> None:
     """Raise `BadData` for a run of another task, or for one that only used an autoencoder."""
-    raw = read_recipe(str(recipe_in(folder))).raw
+    raw = read_recipe(str(find_recipe_file(folder))).raw
     allowed = "a run of the task diffusion with model.stage autoencoder or both"
     if raw.get("task") != "diffusion":
         given = f"{folder} is a run of the task {raw.get('task')}, which trains no autoencoder"
         raise BadData(given, allowed=allowed, do=TRAIN_ONE)
-    model = validated(raw, SCHEMA, str(folder / RECIPE)).model
+    model = validate_against_schema(raw, SCHEMA, str(folder / RECIPE)).model
     if model.stage == "denoiser":
         used = model.autoencoder
         do = TRAIN_ONE if used in ("new", "none") else f"write model.autoencoder={used}, which that run used"
         raise BadData(f"{folder} trained a denoiser, and no autoencoder", allowed=allowed, do=do)
 
 
-def _load_diffusers(folder: Path, part: str, kinds: Mapping[str, object], do: str) -> tuple[Any, dict[str, object]]:
+def _load_diffusers_module(
+    folder: Path, part: str, kinds: Mapping[str, object], do: str
+) -> tuple[Any, dict[str, object]]:
     """Return the module in a folder, or in the `part` of a pipeline, and its config as written there."""
     place = folder if (folder / CONFIG).is_file() else folder / part
     config = read_json(place / CONFIG)
@@ -155,12 +157,12 @@ def _load_diffusers(folder: Path, part: str, kinds: Mapping[str, object], do: st
         raise BadData(f"{place} contains {name[:80]}", allowed=allowed, do=do)
     if config.get("quantization_config") is not None:
         raise BadData(f"{place} contains quantized weights", allowed=allowed, do="save it without quantization")
-    size = sum((place / file).stat().st_size for file in _number_files(place))
-    _sketch(kinds[name], config, place / CONFIG, size)
-    return _load_part(kinds[name], place), config
+    size = sum((place / file).stat().st_size for file in _list_weight_files(place))
+    _build_meta_module(kinds[name], config, place / CONFIG, size)
+    return _load_checked_module(kinds[name], place), config
 
 
-def _number_files(place: Path) -> list[str]:
+def _list_weight_files(place: Path) -> list[str]:
     """Return the names of the weight files; none may be a pickle or lie outside the folder.
 
     Raise `Unsafe` for a pickle or a path, `BadData` for missing files.
@@ -183,7 +185,7 @@ def _number_files(place: Path) -> list[str]:
     raise BadData(f"{place} lacks files of weights", allowed=allowed, do=again)
 
 
-def _load_part(kind: Any, place: Path) -> Any:
+def _load_checked_module(kind: Any, place: Path) -> Any:
     try:
         module, info = kind.from_pretrained(
             str(place),
@@ -195,12 +197,14 @@ def _load_part(kind: Any, place: Path) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError) as error:
-        raise _unreadable(place, in_one_line(error)) from error
+        raise _build_unreadable_error(place, format_error_line(error)) from error
     # diffusers silently initializes missing weights at random.
     lacking = [*info["missing_keys"], *info["mismatched_keys"], *info["error_msgs"]]
     if lacking:
-        raise _unreadable(place, f"{len(lacking)} tensors are missing or of another shape, first {lacking[0]}")
-    if not finite(module):
+        raise _build_unreadable_error(
+            place, f"{len(lacking)} tensors are missing or of another shape, first {lacking[0]}"
+        )
+    if not has_finite_weights(module):
         raise BadData(
             f"{place} has weights that are not finite",
             allowed="finite weights",
@@ -209,7 +213,7 @@ def _load_part(kind: Any, place: Path) -> Any:
     return module
 
 
-def _read_scale(config: Mapping[str, object], place: Path) -> float | None:
+def _read_scaling_factor(config: Mapping[str, object], place: Path) -> float | None:
     """Return the scaling factor written in the config; None if there is none.
 
     The module's own attribute is not used: diffusers' default belongs to one particular autoencoder.
@@ -233,42 +237,44 @@ def _read_scale(config: Mapping[str, object], place: Path) -> float | None:
     return float(scale)
 
 
-def _sketch(kind: Any, config: Any, where: Path, size: int) -> Any:
+def _build_meta_module(kind: Any, config: Any, where: Path, size: int) -> Any:
     """Return the module on the meta device, after checking that `size` bytes of weights suffice for it.
 
     Nothing is allocated before that check, so a made-up config cannot exhaust memory.
     """
     if not isinstance(config, dict):
-        raise _unreadable(where, f"it describes no {kind.__name__}")
+        raise _build_unreadable_error(where, f"it describes no {kind.__name__}")
     try:
         # Refuse a network with more blocks than any real one.
         levels = max((len(value) for value in config.values() if isinstance(value, list)), default=0)
         layers = max(
-            (_largest_number(value) for name, value in config.items() if "layers_per_block" in name), default=0.0
+            (_find_largest_number(value) for name, value in config.items() if "layers_per_block" in name), default=0.0
         )
         if levels > MOST_LEVELS or layers > MOST_LAYERS:
             raise ValueError(f"{levels} levels of {layers:g} layers")
         with torch.device("meta"):
             sketch = kind.from_config(config)
     except Exception as error:  # an invalid config may raise any exception in diffusers
-        raise _unreadable(where, in_one_line(error)) from error
+        raise _build_unreadable_error(where, format_error_line(error)) from error
     # The smallest format of saved weights has 2 bytes per number.
     least = 2 * sum(tensor.numel() for tensor in sketch.state_dict().values())
     if least > size:
-        raise _unreadable(where, f"it describes weights of at least {least:,} bytes, and there are {size:,}")
+        raise _build_unreadable_error(
+            where, f"it describes weights of at least {least:,} bytes, and there are {size:,}"
+        )
     return sketch
 
 
-def _largest_number(value: Any) -> float:
+def _find_largest_number(value: Any) -> float:
     """Return the largest number in nested lists; infinity for anything that is not a number."""
     if isinstance(value, list):
-        return max(map(_largest_number, value), default=0.0)
+        return max(map(_find_largest_number, value), default=0.0)
     if value is None:
         return 0.0
     return float(value) if isinstance(value, (int, float)) else math.inf
 
 
-def _unreadable(place: Path, why: str) -> BadData:
+def _build_unreadable_error(place: Path, why: str) -> BadData:
     return BadData(
         f"{place} cannot be used: {why}",
         allowed=f"{CONFIG} and {WEIGHTS} as save_pretrained writes them, or the folder of a finished run",
@@ -289,15 +295,15 @@ class ResumableRun:
     """The facts it saved about its parts."""
 
 
-def resumable_run(folder: str | None) -> ResumableRun | None:
+def find_resumable_run(folder: str | None) -> ResumableRun | None:
     """Return the run in a folder; None if it has no checkpoint yet and starts from its recipe."""
-    if folder is None or not generations(Path(folder) / CHECKPOINTS):
+    if folder is None or not list_generations(Path(folder) / CHECKPOINTS):
         return None
     facts = read_json(Path(folder) / FACTS)
     return ResumableRun(Path(folder), facts) if isinstance(facts, dict) else None
 
 
-def own_autoencoder(where: str, run: ResumableRun | None) -> tuple[PretrainedAutoencoder, list[str]]:
+def load_original_autoencoder(where: str, run: ResumableRun | None) -> tuple[PretrainedAutoencoder, list[str]]:
     """Return the autoencoder in the folder `where`, or a resumed run's own, with a note where the two differ.
 
     The checkpoint restores the weights only after the data was encoded: with the latents of another autoencoder, the
@@ -305,31 +311,31 @@ def own_autoencoder(where: str, run: ResumableRun | None) -> tuple[PretrainedAut
     """
     origin = run.facts.get(ORIGIN) if run is not None else None
     if run is None or not isinstance(origin, dict):
-        return pretrained_autoencoder(where), []
+        return load_pretrained_autoencoder(where), []
     try:
-        kept = pretrained_autoencoder(where)
+        kept = load_pretrained_autoencoder(where)
     except HalfstepError:
         became = "is gone, or cannot be used any more"
     else:
         if kept.digest == origin.get("digest"):
             return kept, []
         became = "contains another one now"
-    return _load_checkpoint(run, origin), [f"the autoencoder is that of the checkpoint: {where} {became}"]
+    return _load_checkpoint_autoencoder(run, origin), [f"the autoencoder is that of the checkpoint: {where} {became}"]
 
 
-def _load_checkpoint(run: ResumableRun, origin: Mapping[str, Any]) -> PretrainedAutoencoder:
-    newest, _ = newest_intact(run.folder / CHECKPOINTS)
+def _load_checkpoint_autoencoder(run: ResumableRun, origin: Mapping[str, Any]) -> PretrainedAutoencoder:
+    newest, _ = find_newest_intact(run.folder / CHECKPOINTS)
     assert newest is not None, "a started run has one"
     place, config, prefix = newest.generation, run.facts.get(AUTOENCODER), f"{AUTOENCODER}."
-    saved = State.from_parts(*read_state(place, 0), where=str(place.path)).weights["parameters"]
+    saved = State.from_parts(*read_rank_state(place, 0), where=str(place.path)).weights["parameters"]
     try:
-        module = autoencoder_from(config)  # type: ignore[arg-type]
+        module = build_autoencoder(config)  # type: ignore[arg-type]
         module.load_state_dict({n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)})
     except Exception as error:  # edited facts may raise any exception in diffusers
         raise StateMismatch(
-            f"{place.path} does not contain the autoencoder that {FACTS} describes: {in_one_line(error)[:200]}",
+            f"{place.path} does not contain the autoencoder that {FACTS} describes: {format_error_line(error)[:200]}",
             allowed="the checkpoint and the facts of one run",
-            do=f"bring both back from a copy, or {begin_again()}",
+            do=f"bring both back from a copy, or {advise_new_run()}",
         ) from error
     return PretrainedAutoencoder(module.eval(), origin.get("scale"), str(origin.get("digest")), dict(config or {}))
 
@@ -344,7 +350,7 @@ class PartBuilder:
     def __init__(self, options: Any, data: Any, folder: str | None = None) -> None:
         """`folder` is the run's own, from which it may resume."""
         self._options, self._data = options, data
-        self._resumed = resumable_run(folder)
+        self._resumed = find_resumable_run(folder)
         self._autoencoder: dict[str, object] | None = None
         self._origin: dict[str, Any] | None = None
         self._denoiser: dict[str, object] | None = None
@@ -377,14 +383,14 @@ class PartBuilder:
         if where == "none":
             return None, None
         if where == "new":
-            return autoencoder_from(self._new()), None
+            return build_autoencoder(self._new()), None
         if self._finished and self._autoencoder is not None:
-            return autoencoder_from(self._autoencoder), (self._origin or {}).get("scale")
-        kept, self.notes = own_autoencoder(where, self._resumed)
+            return build_autoencoder(self._autoencoder), (self._origin or {}).get("scale")
+        kept, self.notes = load_original_autoencoder(where, self._resumed)
         self._autoencoder, self._origin = kept.config, {"digest": kept.digest, "scale": kept.scale}
         return kept.module, kept.scale
 
-    def denoiser(self, latents: int, size: int, asked: Asked) -> nn.Module | None:
+    def denoiser(self, latents: int, size: int, asked: ConditionSpec) -> nn.Module | None:
         """Return the denoiser for `latents` channels and `size` positions per side; None if the stage trains
         none.
         """
@@ -392,13 +398,13 @@ class PartBuilder:
         if options.stage == "autoencoder":
             return None
         if options.denoiser == "new":
-            return new_denoiser(options, latents, size, asked)
+            return build_denoiser(options, latents, size, asked)
         denoiser = self._pretrained_denoiser()
         check_denoiser(denoiser, options.denoiser, options, latents, asked)
         return denoiser
 
     def _new(self) -> dict[str, object]:
-        return autoencoder_config(self._options, self._data.channels, self._data.size)
+        return build_autoencoder_config(self._options, self._data.channels, self._data.size)
 
     def _pretrained_denoiser(self) -> nn.Module:
         known = self._known.get(DENOISER)
@@ -407,12 +413,12 @@ class PartBuilder:
             config = {name: value for name, value in known.items() if name != "kind"}
             module: nn.Module = getattr(diffusers, known["kind"])(**config)
             return module
-        denoiser = pretrained_denoiser(self._options.denoiser)
-        self._denoiser = {"kind": type(denoiser).__name__, **plain_config(denoiser)}
+        denoiser = load_pretrained_denoiser(self._options.denoiser)
+        self._denoiser = {"kind": type(denoiser).__name__, **extract_plain_config(denoiser)}
         return denoiser
 
 
-def latent_diffusion(options: Any, data: Any, asked: Asked, origins: PartBuilder) -> LatentDiffusion:
+def build_latent_diffusion(options: Any, data: Any, asked: ConditionSpec, origins: PartBuilder) -> LatentDiffusion:
     """Build the model of a diffusion recipe. A denoiser's autoencoder is frozen, and keeps the scale it came with.
 
     Raise `BadRecipe` where images do not fit the parts.
@@ -420,11 +426,11 @@ def latent_diffusion(options: Any, data: Any, asked: Asked, origins: PartBuilder
     autoencoder, scale = origins.autoencoder()
     stride, channels = 1, data.channels
     if autoencoder is not None:
-        stride, channels = stride_of(autoencoder.config), autoencoder.config["latent_channels"]
-        check_channels(data.channels, autoencoder.config["in_channels"], options.autoencoder)
+        stride, channels = compute_latent_stride(autoencoder.config), autoencoder.config["latent_channels"]
+        check_image_channels(data.channels, autoencoder.config["in_channels"], options.autoencoder)
     denoiser = origins.denoiser(channels, data.size // stride, asked)
     lower: Any = None if denoiser is None else denoiser.config
-    check_size(data, stride if lower is None else stride * stride_of(lower))
+    check_image_size(data, stride if lower is None else stride * compute_latent_stride(lower))
     condition = ImageCondition(asked.channels, options.condition_width, stride) if asked.kind == "image" else None
     model = LatentDiffusion(autoencoder, denoiser, NoiseSchedule(options), asked, condition)
     if scale is not None:
@@ -432,7 +438,7 @@ def latent_diffusion(options: Any, data: Any, asked: Asked, origins: PartBuilder
     model.measures_scale = options.stage == "both" and autoencoder is not None and scale is None
     if options.stage == "denoiser":
         model.freeze_autoencoder()
-    if autoencoder is not None and is_island(options):
+    if autoencoder is not None and is_autoencoder_island(options):
         island(model, "autoencoder")
     if denoiser is not None:
         # bf16 rounds integers above 256, so that neighboring timesteps would become one.
@@ -440,7 +446,7 @@ def latent_diffusion(options: Any, data: Any, asked: Asked, origins: PartBuilder
     return model
 
 
-def is_island(options: Any) -> bool:
+def is_autoencoder_island(options: Any) -> bool:
     """Return whether the autoencoder computes in fp32 regardless of the run's precision."""
     frozen = options.stage == "denoiser"
     return bool(options.autoencoder_island == "always" or (frozen and options.autoencoder_island == "frozen"))

@@ -9,22 +9,22 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 
-from halfstep.data.dataset import BadSample, Source, Transform, without_image
+from halfstep.data.dataset import BadSample, Source, Transform, read_without_image
 from halfstep.errors import BadData
 from halfstep.precision.island import island
 from halfstep.precision.precision import widen
 from halfstep.status_line import OnProgress
 from halfstep.tasks.models.latent.model import Condition, LatentDiffusion
-from halfstep.tasks.models.latent.noise import Draws, schedule_settings
-from halfstep.train.task import no_progress
+from halfstep.tasks.models.latent.noise import Draws, build_schedule_settings
+from halfstep.train.task import ignore_progress
 
 
-def classes_in_turn(classes: int, count: int, device: torch.device) -> Condition:
+def build_class_conditions(classes: int, count: int, device: torch.device) -> Condition:
     """Return the classes 0, 1, 2, … repeated; a grid with one column per class then has one class in each column."""
     return Condition.of(torch.arange(count, device=device) % classes)
 
 
-def first_conditions(source: Source, ready: Transform, part: str, count: int, device: torch.device) -> Condition:
+def read_first_conditions(source: Source, ready: Transform, part: str, count: int, device: torch.device) -> Condition:
     """Return the conditions of the first readable samples, repeated where there are fewer than `count`.
 
     Raise `BadData` if none can be read.
@@ -34,7 +34,7 @@ def first_conditions(source: Source, ready: Transform, part: str, count: int, de
         if len(found) == count:
             break
         try:
-            found.append(ready(without_image(source, index))[part])
+            found.append(ready(read_without_image(source, index))[part])
         except BadSample:
             continue
     if not found:
@@ -54,13 +54,13 @@ SCHEDULERS: dict[str, Any] = {"ddim": DDIMScheduler, "ddpm": DDPMScheduler}
 
 
 @torch.no_grad()
-def sampled(
+def generate_images(
     model: LatentDiffusion,
     options: Any,
     shape: tuple[int, int, int, int],
     condition: Condition | None,
     draws: Draws,
-    on_progress: OnProgress = no_progress,
+    on_progress: OnProgress = ignore_progress,
 ) -> Tensor:
     """Return one image per row of the condition; `shape` is the shape of all their latents.
 
@@ -76,17 +76,17 @@ def sampled(
         def step_done(done: int, before: int = batch * steps) -> None:
             on_progress(before + done, len(begins) * steps)
 
-        images.append(model.pixels(_latents(model, options, size, part, draws, step_done)))
+        images.append(model.pixels(_sample_latents(model, options, size, part, draws, step_done)))
     return torch.cat(images)
 
 
-def _latents(
+def _sample_latents(
     model: LatentDiffusion, options: Any, size: tuple[int, ...], condition: Condition | None, draws: Draws, done: Any
 ) -> Tensor:
     # At the noisiest timesteps the signal is divided by almost zero: a small error in the noise becomes thousands. Clip
     # it.
     scheduler = SCHEDULERS[options.sampler](
-        **schedule_settings(options),
+        **build_schedule_settings(options),
         clip_sample=True,
         clip_sample_range=1.0 if model.autoencoder is None else FARTHEST,
         # Starts at the last timestep, where only noise is left; diffusers' default starts at a less noisy one.

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import BadData, BadRecipe, HalfstepError, StateMismatch, in_one_line
-from halfstep.tasks.models.timm_models import timm_package
-from halfstep.tasks.shared.images import usual
-from halfstep.tasks.shared.pretrained import fetched
-from halfstep.train.weights import finite, read_tensors
+from halfstep.errors import BadData, BadRecipe, HalfstepError, StateMismatch, format_error_line
+from halfstep.tasks.models.timm_models import import_timm
+from halfstep.tasks.shared.images import choose_normalization
+from halfstep.tasks.shared.pretrained import build_with_fetched_weights
+from halfstep.train.weights import has_finite_weights, read_tensors
 
 FIELD, WEIGHTS = "model.backbone", "model.backbone_weights"
 
@@ -28,11 +28,11 @@ class FrozenBackbone(nn.Module):
 
     def __init__(self, name: str, weights: str, size: int) -> None:
         super().__init__()
-        timm = timm_package(FIELD, name)
+        timm = import_timm(FIELD, name)
         settings = timm.get_pretrained_cfg(name)
         model: Any = _build_backbone(timm, name, weights, size, settings).requires_grad_(False)
         self.model = model
-        pixels = usual(3) if settings is None else settings
+        pixels = choose_normalization(3) if settings is None else settings
         # As the backbone was trained, from frames in -1 .. 1. Not persistent: the name of the backbone implies them.
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (pixels.mean, pixels.std))
         self.register_buffer("mean", mean, persistent=False)
@@ -101,7 +101,9 @@ def _build_backbone(timm: Any, name: str, weights: str, size: int, settings: Any
                     allowed="models that timm has weights for, none, or a path",
                     do=f"write {WEIGHTS}=FILE.safetensors, or choose another model",
                 )
-            return fetched(lambda: build(True), name, settings.hf_hub_id or "", settings.url or "", WEIGHTS)
+            return build_with_fetched_weights(
+                lambda: build(True), name, settings.hf_hub_id or "", settings.url or "", WEIGHTS
+            )
         model = build(False)
     # Some of halfstep's errors derive from ValueError too, and must not be wrapped again.
     except HalfstepError:
@@ -113,11 +115,11 @@ def _build_backbone(timm: Any, name: str, weights: str, size: int, settings: Any
             do="change data.size or model.backbone",
         ) from error
     if weights != "none":
-        _load(model, Path(os.path.expanduser(weights)))
+        _load_backbone_weights(model, Path(os.path.expanduser(weights)))
     return model
 
 
-def _load(model: nn.Module, path: Path) -> None:
+def _load_backbone_weights(model: nn.Module, path: Path) -> None:
     """Load a file of tensors; names and positions of other projects and sizes are converted as timm does."""
     if not path.exists():
         raise BadData(
@@ -132,7 +134,7 @@ def _load(model: nn.Module, path: Path) -> None:
         # The file may contain a head that the backbone lacks, but it must contain every tensor of the backbone.
         missing, _ = model.load_state_dict(tensors, strict=False)
     except (RuntimeError, KeyError, AttributeError, ValueError) as error:
-        missing, reason = ["..."], in_one_line(error)[:200]
+        missing, reason = ["..."], format_error_line(error)[:200]
     else:
         reason = f"{len(missing)} tensors are not in it, such as {missing[0]}" if missing else ""
     if missing:
@@ -141,5 +143,5 @@ def _load(model: nn.Module, path: Path) -> None:
             allowed="the weights of the model that model.backbone names",
             do="check model.backbone against the model that the file was made with",
         )
-    if not finite(model):
+    if not has_finite_weights(model):
         raise BadData(f"{path} has weights that are not finite", allowed="finite weights", do="give another file")

@@ -15,7 +15,7 @@ Layer = TypeVar("Layer", nn.Conv2d, nn.ConvTranspose2d)
 
 
 @torch.no_grad()
-def he_init(layer: Layer) -> Layer:
+def initialize_kaiming_normal(layer: Layer) -> Layer:
     """Initialize a layer next to a ReLU so that the signal keeps its variance (He), and return it.
 
     With torch's default each layer loses more than half of the signal: after four, positions dominate the image
@@ -31,7 +31,7 @@ def he_init(layer: Layer) -> Layer:
     return layer
 
 
-class Positions(nn.Module):
+class PositionEmbedding(nn.Module):
     """Adds a linear embedding of the distances to the four borders.
 
     The model that contains it makes it an island: in 16 bits, positions of a large frame start to coincide.
@@ -130,9 +130,9 @@ class FrameEncoder(nn.Module):
         for number in range(LAYERS):
             step = 2 if number < halvings else 1
             convolution = nn.Conv2d(width if number else channels, width, 5, stride=step, padding=2)
-            layers += [he_init(convolution), nn.ReLU()]
+            layers += [initialize_kaiming_normal(convolution), nn.ReLU()]
         self.convolutions = nn.Sequential(*layers)
-        self.positions = Positions(width)
+        self.positions = PositionEmbedding(width)
         self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out))
         island(self, "positions")
 
@@ -155,37 +155,41 @@ class BroadcastDecoder(nn.Module):
         doublings, self.grid = 0, size
         while doublings < layers and self.grid % 2 == 0 and self.grid // 2 >= SMALLEST_GRID:
             doublings, self.grid = doublings + 1, self.grid // 2
-        self.positions = Positions(slot_width)
+        self.positions = PositionEmbedding(slot_width)
         stack: list[nn.Module] = []
         for number in range(layers):
             before = width if number else slot_width
             if number < doublings:
                 # A kernel of 4 with stride 2 covers every output pixel equally often; a kernel of 3 or 5 would not.
                 stack += [
-                    _init_symmetric(he_init(nn.ConvTranspose2d(before, width, 4, stride=2, padding=1))),
+                    _symmetrize_kernels(
+                        initialize_kaiming_normal(nn.ConvTranspose2d(before, width, 4, stride=2, padding=1))
+                    ),
                     nn.ReLU(),
                 ]
             else:
-                stack += [he_init(nn.Conv2d(before, width, 5, padding=2)), nn.ReLU()]
-        self.convolutions = nn.Sequential(*stack, he_init(nn.Conv2d(width, channels + 1, 3, padding=1)))
+                stack += [initialize_kaiming_normal(nn.Conv2d(before, width, 5, padding=2)), nn.ReLU()]
+        self.convolutions = nn.Sequential(
+            *stack, initialize_kaiming_normal(nn.Conv2d(width, channels + 1, 3, padding=1))
+        )
         island(self, "positions")
 
     def forward(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return frames, and the share of each slot in every pixel (N × slots × height × width)."""
         laid_out = slots.flatten(0, 1)[..., None, None].expand(-1, -1, self.grid, self.grid)
         decoded = self.convolutions(self.positions(laid_out))
-        return blended(decoded.unflatten(0, slots.shape[:2]))
+        return blend_slots(decoded.unflatten(0, slots.shape[:2]))
 
 
 @island
-def blended(decoded: Tensor) -> tuple[Tensor, Tensor]:
+def blend_slots(decoded: Tensor) -> tuple[Tensor, Tensor]:
     """Blend N × slots × (colors and opacity) × height × width: return the frames and the share of each slot."""
     colors, opacity = decoded[:, :, :-1], decoded[:, :, -1:]
     shares = opacity.softmax(1)
     return (colors * shares).sum(1), shares.squeeze(2)
 
 
-def _init_symmetric(layer: nn.ConvTranspose2d) -> nn.ConvTranspose2d:
+def _symmetrize_kernels(layer: nn.ConvTranspose2d) -> nn.ConvTranspose2d:
     """Initialize symmetric kernels: asymmetric ones would leave a checkerboard pattern in every frame."""
     with torch.no_grad():
         kernel = layer.weight
@@ -256,14 +260,14 @@ class DiscreteAutoencoder(nn.Module):
         """
         logits = self.encoder(frames)
         if self.training:
-            soft = drawn(logits, temperature)
+            soft = sample_gumbel_softmax(logits, temperature)
             return soft.argmax(1), self.decoder(soft)
         tokens = logits.argmax(1, keepdim=True)
         return tokens.squeeze(1), self.decoder(torch.zeros_like(logits).scatter_(1, tokens, 1.0))
 
 
 @island
-def drawn(logits: Tensor, temperature: Tensor) -> Tensor:
+def sample_gumbel_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
     """Return a Gumbel-softmax draw over dimension 1; it becomes harder as the temperature falls."""
     # The negative logarithm of an exponential draw is a Gumbel draw.
     gumbel = -torch.empty_like(logits).exponential_().clamp_min(SMALLEST).log()

@@ -59,13 +59,13 @@ class SlotAttention(nn.Module):
         slots, logits = self._round(keys, values, slots)
         for _ in range(rounds - 1):
             slots, logits = self._round(keys, values, slots)
-        return slots, shares_of_slots(logits)
+        return slots, compute_slot_shares(logits)
 
     def _round(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         # Scale before the product: the product is what overflows in fp16.
         query = self.query(self.norm(slots)) * slots.shape[-1] ** -0.5
         logits = query @ keys.transpose(1, 2)
-        update = weights_of_places(logits) @ values
+        update = compute_place_weights(logits) @ values
         return self.mlp(self.gate(update, slots)), logits
 
 
@@ -82,24 +82,24 @@ class Gate(nn.Module):
 
     def forward(self, update: Tensor, slots: Tensor) -> Tensor:
         """Return the slots, moved towards `update`."""
-        return _gate_update(self.new(update), self.old(slots), slots)
+        return _apply_gate_update(self.new(update), self.old(slots), slots)
 
 
 @island
-def _gate_update(new: Tensor, old: Tensor, slots: Tensor) -> Tensor:
+def _apply_gate_update(new: Tensor, old: Tensor, slots: Tensor) -> Tensor:
     (new_reset, new_keep, new_self), (old_reset, old_keep, old_self) = new.chunk(3, -1), old.chunk(3, -1)
     candidate = (new_self + (new_reset + old_reset).sigmoid() * old_self).tanh()
     return candidate + (new_keep + old_keep).sigmoid() * (slots - candidate)
 
 
 @island
-def shares_of_slots(logits: Tensor) -> Tensor:
+def compute_slot_shares(logits: Tensor) -> Tensor:
     """Return how much of each position belongs to each slot; the shares of a position sum to one."""
     return _clamp_infinities(logits).softmax(-2)
 
 
 @island
-def weights_of_places(logits: Tensor) -> Tensor:
+def compute_place_weights(logits: Tensor) -> Tensor:
     """Return the weight of each position for a slot: its share, normalized over all positions.
 
     A softmax over positions of the log shares computes this without an epsilon: the weights of a slot that won nothing
@@ -131,7 +131,7 @@ class SlotOutput(NamedTuple):
     """The cross-entropy of the frames' tokens; zero for a decoder without tokens."""
 
 
-def slot_model(options: Any, channels: int, size: int, frames: int) -> SlotModel:
+def build_slot_model(options: Any, channels: int, size: int, frames: int) -> SlotModel:
     """Return the model that a recipe names, for clips of `frames` frames of `size` × `size` pixels."""
     kinds = {"broadcast": BroadcastModel, "autoregressive": AutoregressiveModel}
     return kinds[options.decoder](options, channels, size, frames)
@@ -194,7 +194,7 @@ class BroadcastModel(SlotModel):
 
     def decode(self, slots: Tensor, shares: Tensor, frames: Tensor) -> SlotOutput:
         decoded, masks = self.decoder(slots.flatten(0, 1))
-        reconstruction = squared_error(decoded, frames)
+        reconstruction = compute_frame_error(decoded, frames)
         return SlotOutput(slots, masks.unflatten(0, slots.shape[:2]), reconstruction, torch.zeros_like(reconstruction))
 
 
@@ -228,7 +228,9 @@ class AutoregressiveModel(SlotModel):
         tokens, decoded = self.autoencoder(frames, self.temperature.clone())
         tokens = tokens.flatten(1)
         logits = self.decoder(slots.flatten(0, 1), tokens)
-        return SlotOutput(slots, shares, squared_error(decoded, frames), token_cross_entropy(logits, tokens))
+        return SlotOutput(
+            slots, shares, compute_frame_error(decoded, frames), compute_token_cross_entropy(logits, tokens)
+        )
 
     def _cool(self) -> None:
         """Lower the temperature; the rollback of a skipped step restores it with the other buffers."""
@@ -236,13 +238,13 @@ class AutoregressiveModel(SlotModel):
 
 
 @island
-def squared_error(predicted: Tensor, frames: Tensor) -> Tensor:
+def compute_frame_error(predicted: Tensor, frames: Tensor) -> Tensor:
     """Return the mean squared error of frames."""
     return F.mse_loss(predicted, frames)
 
 
 @island
-def token_cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
+def compute_token_cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the cross-entropy per token, in nats, of N × places × vocabulary."""
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
@@ -252,7 +254,7 @@ SHORTEST = 1e-3
 
 
 @island
-def temporal_contrast(slots: Tensor, temperature: float) -> Tensor:
+def compute_temporal_contrast(slots: Tensor, temperature: float) -> Tensor:
     """Return the cross-entropy of finding each slot among all slots of the next frames in all clips.
 
     `slots` is clips × frames × slots × width.

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.data.file_state import block_starts, content_digest
-from halfstep.errors import BadData, BadRecipe, WrongUse, require
-from halfstep.formats import BF16, FP32, format_of, is_narrow
-from halfstep.numbers import size
-from halfstep.precision.precision import Precision, precision_named
+from halfstep.data.file_state import compute_block_digest, list_block_offsets
+from halfstep.errors import BadData, BadRecipe, WrongUse, check_packages_installed
+from halfstep.formats import BF16, FP32, find_format, is_narrow
+from halfstep.numbers import format_bytes
+from halfstep.precision.precision import Precision, resolve_precision_name
 from halfstep.step.stored_formats import store_trained_in_fp32
 from halfstep.tasks.models.text import building
 from halfstep.tasks.models.text.model import LanguageModel
@@ -36,20 +36,20 @@ MOST_WHOLE = 2**30
 """Bytes of a file of the base up to which all of it is part of the fingerprint; of a larger one, a few blocks."""
 
 
-def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageModel:
+def build_adapter_model(options: Any, config: Any, device: torch.device) -> LanguageModel:
     """Return the base of a recipe, frozen, with an adapter around it.
 
     `config` is that of a new base with random weights, where the recipe names none.
     """
-    require("peft", *(("bitsandbytes",) if options.base_format in QUANTIZED else ()))
+    check_packages_installed("peft", *(("bitsandbytes",) if options.base_format in QUANTIZED else ()))
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
     if options.base == NO_BASE:
-        language = building.new_model(config, _stored_dtype(options.base_format))
+        language = building.build_random_model(config, _select_stored_dtype(options.base_format))
     else:
         language = building.load_base(
-            options.base, options.download, **_quantization_options(options.base_format, device)
+            options.base, options.download, **_build_quantization_options(options.base_format, device)
         )
     language.config.use_cache = False
     layers = (path for path, part in language.named_modules() if isinstance(part, (nn.Linear, Conv1D)))
@@ -82,15 +82,15 @@ def with_adapter(options: Any, config: Any, device: torch.device) -> LanguageMod
     return model
 
 
-def _stored_dtype(name: str) -> torch.dtype:
+def _select_stored_dtype(name: str) -> torch.dtype:
     dtype = (FP32 if name == FP32.name else BF16).dtype
     assert dtype is not None
     return dtype
 
 
-def _quantization_options(base_format: str, device: torch.device) -> dict[str, Any]:
+def _build_quantization_options(base_format: str, device: torch.device) -> dict[str, Any]:
     if base_format not in QUANTIZED:
-        return {"dtype": _stored_dtype(base_format)}
+        return {"dtype": _select_stored_dtype(base_format)}
     from transformers import BitsAndBytesConfig
 
     # A function is one filter however often it is added.
@@ -102,7 +102,7 @@ def _quantization_options(base_format: str, device: torch.device) -> dict[str, A
 
 
 def _drop_cast_message(record: logging.LogRecord) -> bool:
-    """Drop the line that bitsandbytes logs for each product of an int8 base; `parts_in_lines` says it once."""
+    """Drop the line that bitsandbytes logs for each product of an int8 base; `describe_model_parts` says it once."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
@@ -120,11 +120,11 @@ def _refuse_unmatched(language: nn.Module, adapter: Any, known: list[str]) -> No
             )
 
 
-def computing(model: nn.Module) -> AbstractContextManager[object]:
+def use_inference_precision(model: nn.Module) -> AbstractContextManager[object]:
     """Return the context for inference with a base in 16 bits or fewer: some of its layers may be in fp32."""
     first = next(model.parameters())
     wide = all(p.is_floating_point() and not is_narrow(p.dtype) for p in model.parameters())
-    return nullcontext() if wide else precision_named(BF16.name).inference(first.device)
+    return nullcontext() if wide else resolve_precision_name(BF16.name).inference(first.device)
 
 
 # -- before the first step --------------------------------------------------------------------------------------------
@@ -141,13 +141,13 @@ class PartRow:
     bytes: int
 
 
-def parts_of(model: LanguageModel, precision: Precision) -> list[PartRow]:
+def list_model_parts(model: LanguageModel, precision: Precision) -> list[PartRow]:
     """Return the parts of a model with an adapter."""
     computed = precision.computes.name
     kinds: dict[tuple[str, bool, str], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         part = "adapter" if "lora_" in name else "also trained" if parameter.requires_grad else "base"
-        known = format_of(parameter.dtype)
+        known = find_format(parameter.dtype)
         plain = known.name if known is not None else str(parameter.dtype).removeprefix("torch.")
         stored = {"Params4bit": "nf4", "Int8Params": "int8"}.get(type(parameter).__name__, plain)
         kinds.setdefault((part, parameter.requires_grad, stored), []).append(parameter)
@@ -157,10 +157,10 @@ def parts_of(model: LanguageModel, precision: Precision) -> list[PartRow]:
     ]
 
 
-def table(rows: Iterable[PartRow]) -> list[str]:
+def format_parts_table(rows: Iterable[PartRow]) -> list[str]:
     """Return the parts as lines of a table."""
     head = ("part", "trained", "stored", "computed", "bytes")
-    cells = [head, *((r.part, "yes" if r.trained else "no", r.stored, r.computed, size(r.bytes)) for r in rows)]
+    cells = [head, *((r.part, "yes" if r.trained else "no", r.stored, r.computed, format_bytes(r.bytes)) for r in rows)]
     widths = [max(len(row[place]) for row in cells) for place in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
@@ -184,10 +184,10 @@ def widen_base(model: LanguageModel, options: Any, precision: Precision) -> list
     return [f"the base is stored in fp32: the run computes in {precision.name}"] if wide else []
 
 
-def parts_in_lines(model: LanguageModel, options: Any, precision: Precision) -> list[str]:
+def describe_model_parts(model: LanguageModel, options: Any, precision: Precision) -> list[str]:
     """Return the table of parts, and the number of parameters that are trained."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    lines = [*table(parts_of(model, precision)), f"{trained:,} parameters are trained"]
+    lines = [*format_parts_table(list_model_parts(model, precision)), f"{trained:,} parameters are trained"]
     if options.base_format == "int8":
         lines.append("bitsandbytes casts the inputs of its int8 products to fp16 (up to 65,504), then to int8")
     return lines
@@ -196,7 +196,7 @@ def parts_in_lines(model: LanguageModel, options: Any, precision: Precision) -> 
 # -- the files of a base ----------------------------------------------------------------------------------------------
 
 
-def base_files(name: str) -> list[Path]:
+def list_base_files(name: str) -> list[Path]:
     """Return the files of a base that decide its weights; none for one of the hub."""
     folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
@@ -204,21 +204,21 @@ def base_files(name: str) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name == "config.json" or path.suffix == ".safetensors")
 
 
-def base_fingerprint(name: str, known: str = "") -> str:
+def compute_base_fingerprint(name: str, known: str = "") -> str:
     """Return 16 hex digits of the files of a base; of one of the hub, once transformers has downloaded it.
 
     Raise `BadData` if they are not those that are `known`.
     """
     total = sha256()
-    files = base_files(name)
+    files = list_base_files(name)
     if not files:
         from transformers.utils import cached_file
 
-        files = base_files(os.path.dirname(str(cached_file(name, "config.json", local_files_only=True))))
+        files = list_base_files(os.path.dirname(str(cached_file(name, "config.json", local_files_only=True))))
     for path in files:
         length = path.stat().st_size
         total.update(f"{path.name} {length} ".encode())
-        total.update(content_digest(path, block_starts(length, length <= MOST_WHOLE)).encode())
+        total.update(compute_block_digest(path, list_block_offsets(length, length <= MOST_WHOLE)).encode())
     now = total.hexdigest()[:16]
     if known and now != known:
         raise BadData(
@@ -233,7 +233,7 @@ def base_fingerprint(name: str, known: str = "") -> str:
 
 
 @torch.no_grad()
-def merged(model: LanguageModel, config: Any) -> LanguageModel:
+def build_merged_model(model: LanguageModel, config: Any) -> LanguageModel:
     """Return a new model in the base's 16-bit format with the adapter in its weights; sums are made in fp32.
 
     A quantized base is taken as it computes, dequantized: its weights are not rounded to 8 or 4 bits again.
@@ -244,10 +244,10 @@ def merged(model: LanguageModel, config: Any) -> LanguageModel:
     # One of two tied layers that is trained whole, or has an adapter, is no longer the other one.
     changed = any(hasattr(end, part) for end in ends for part in ("modules_to_save", "base_layer"))
     config.tie_word_embeddings = config.tie_word_embeddings and not changed
-    plain = building.new_model(config)
+    plain = building.build_random_model(config)
     for name, parameter in plain.named_parameters():
         path, _, leaf = name.rpartition(".")
-        parameter.copy_(_gather_weight(inner.get_submodule(path), leaf))
+        parameter.copy_(_compute_merged_weight(inner.get_submodule(path), leaf))
     narrow = any(is_narrow(p.dtype) or not p.is_floating_point() for p in model.parameters() if not p.requires_grad)
     for parameter in plain.parameters() if narrow else ():
         # Not by plain.to(): the frequencies of rotary positions stay in fp32.
@@ -255,7 +255,7 @@ def merged(model: LanguageModel, config: Any) -> LanguageModel:
     return LanguageModel(plain)
 
 
-def _gather_weight(module: Any, leaf: str) -> Tensor:
+def _compute_merged_weight(module: Any, leaf: str) -> Tensor:
     from peft.utils.integrations import dequantize_module_weight
 
     if hasattr(module, "modules_to_save"):

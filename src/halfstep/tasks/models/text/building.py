@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from halfstep.data.gguf_base import without_bars
+from halfstep.data.gguf_base import hide_progress_bars
 from halfstep.data.token_files import TOKENIZER
-from halfstep.errors import BadData, in_one_line
+from halfstep.errors import BadData, format_error_line
 
 SIZES = {"mlp": "intermediate_size", "kv_heads": "num_key_value_heads"}
 GPT2 = {"width": "n_embd", "layers": "n_layer", "heads": "n_head", "mlp": "n_inner"}
 
 
-def new_config(options: Any, vocabulary: int, length: int, end: int) -> Any:
+def build_model_config(options: Any, vocabulary: int, length: int, end: int) -> Any:
     """Return the config of a new model for these tokens."""
     common = {
         "vocab_size": max(options.vocabulary or 0, vocabulary),
@@ -51,18 +51,18 @@ def new_config(options: Any, vocabulary: int, length: int, end: int) -> Any:
 _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
-def new_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+def build_random_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Return a model of this config with random weights."""
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def config_from(saved: Mapping[str, Any]) -> Any:
-    """Return the config that `as_plain` gave."""
+def restore_model_config(saved: Mapping[str, Any]) -> Any:
+    """Return the config that `convert_config_to_plain` gave."""
     content = dict(saved)
     return AutoConfig.for_model(content.pop("model_type"), **content)
 
 
-def as_plain(config: Any) -> dict[str, Any]:
+def convert_config_to_plain(config: Any) -> dict[str, Any]:
     """Return a config as plain data, without what a base was stored in."""
     left_out = ("transformers_version", "dtype", "torch_dtype", "quantization_config", "_name_or_path")
     return {key: value for key, value in config.to_dict().items() if key not in left_out}
@@ -73,7 +73,7 @@ def as_plain(config: Any) -> dict[str, Any]:
 
 def load_base(name: str, download: bool, **more: Any) -> Any:
     """Return a pretrained model from a folder, or from the hub where that was allowed; raise BadData if it fails."""
-    with _base_read(name, download), without_bars():
+    with _replace_base_errors(name, download), hide_progress_bars():
         place = os.path.expanduser(name)
         # Weights as safetensors alone: other files of weights are pickles.
         return AutoModelForCausalLM.from_pretrained(
@@ -81,27 +81,27 @@ def load_base(name: str, download: bool, **more: Any) -> Any:
         )
 
 
-def base_config(name: str, download: bool) -> Any:
+def read_base_config(name: str, download: bool) -> Any:
     """Return the config of a base."""
-    with _base_read(name, download):
+    with _replace_base_errors(name, download):
         return AutoConfig.from_pretrained(
             os.path.expanduser(name), local_files_only=not download, trust_remote_code=False
         )
 
 
 @contextmanager
-def _base_read(name: str, download: bool) -> Iterator[None]:
+def _replace_base_errors(name: str, download: bool) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise BadData(
-            f"model.base={name} cannot be loaded: {in_one_line(error)[:300]}",
+            f"model.base={name} cannot be loaded: {format_error_line(error)[:300]}",
             allowed="config.json and .safetensors of a causal language model that transformers knows",
             do="check the name and the network" if download else f"check the files in {name}, or copy them again",
         ) from error
 
 
-def base_tokenizer(name: str) -> Path | None:
+def find_base_tokenizer(name: str) -> Path | None:
     """Return the tokenizer of a base in a folder, where it has one."""
     path = Path(os.path.expanduser(name)) / TOKENIZER
     return path if path.is_file() else None
@@ -110,7 +110,7 @@ def base_tokenizer(name: str) -> Path | None:
 # -- tokenizers as facts ----------------------------------------------------------------------------------------------
 
 
-def packed(tokenizer: Any) -> str:
+def pack_tokenizer(tokenizer: Any) -> str:
     """Return a tokenizer as a short text: its JSON may take megabytes."""
     return base64.b64encode(zlib.compress(tokenizer.to_str().encode(), 9)).decode()
 
@@ -123,8 +123,8 @@ def save_tokenizer(tokenizer: Any, end: int, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=name, bos_token=name).save_pretrained(folder)
 
 
-def unpacked(text: str) -> Any:
-    """Return the tokenizer that `packed` gave."""
+def unpack_tokenizer(text: str) -> Any:
+    """Return the tokenizer that `pack_tokenizer` gave."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(zlib.decompress(base64.b64decode(text)).decode())

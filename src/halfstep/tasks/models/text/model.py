@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.errors import WrongUse, in_one_line
+from halfstep.errors import WrongUse, format_error_line
 from halfstep.precision.precision import widen
 
 IGNORED = -100
@@ -52,9 +52,11 @@ class LanguageModel(nn.Module):
         """Return the summed loss of a batch; all arguments are batch × length."""
         if self.plain_head:
             hidden = self.hidden(tokens, positions)
-            return summed_loss(hidden, targets, self.inner.get_output_embeddings(), self.inner.config.vocab_size)
+            return compute_summed_loss(
+                hidden, targets, self.inner.get_output_embeddings(), self.inner.config.vocab_size
+            )
         logits = self.logits(tokens, positions)
-        return _loss_of(logits.flatten(0, 1), targets.flatten())
+        return _sum_cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the outputs of the last layer, before the logits."""
@@ -78,10 +80,10 @@ class LanguageModel(nn.Module):
         """Return the mask of all layers, or one for each kind; transformers uses a mask of four axes unchanged."""
         config = self.inner.config
         reach = getattr(config, "sliding_window", None)
-        whole = self._expand_mask(attention_mask(positions))
+        whole = self._expand_mask(build_attention_mask(positions))
         if reach is None or reach >= positions.shape[1]:
             return whole
-        near = self._expand_mask(attention_mask(positions, reach))
+        near = self._expand_mask(build_attention_mask(positions, reach))
         return {"full_attention": whole, "sliding_attention": near} if getattr(config, "layer_types", None) else near
 
     def _expand_mask(self, mask: Tensor) -> Tensor:
@@ -103,7 +105,7 @@ def _keep_trained_state(module: nn.Module, state: dict[str, Any], prefix: str, _
         del state[name]
 
 
-def attention_mask(positions: Tensor, reach: int | None = None) -> Tensor:
+def build_attention_mask(positions: Tensor, reach: int | None = None) -> Tensor:
     """Return a mask, batch × 1 × length × length, that is true where a token sees another: before it, in its document.
 
     Positions start again with each document. With `reach`, a token sees so many tokens, of which it is the last.
@@ -113,7 +115,7 @@ def attention_mask(positions: Tensor, reach: int | None = None) -> Tensor:
     return (same if reach is None else same.triu(1 - reach)).unsqueeze(1)
 
 
-def summed_loss(
+def compute_summed_loss(
     hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], vocabulary: int, most: int = CHUNK
 ) -> Tensor:
     """Return the summed cross-entropy of hidden states, batch × length × width, in chunks of at most `most` logits.
@@ -123,10 +125,10 @@ def summed_loss(
     rows, wanted = hidden.flatten(0, 1), targets.flatten()
     chunk = max(1, most // vocabulary)
     if len(rows) <= chunk:
-        return _loss_of(head(rows), wanted)
+        return _sum_cross_entropy(head(rows), wanted)
 
     def loss_of(part: Tensor, target: Tensor) -> Tensor:
-        return _loss_of(head(part), target)
+        return _sum_cross_entropy(head(part), target)
 
     # Nothing is drawn in a chunk, so that the generators need not be kept for the second time.
     again = {"use_reentrant": False, "preserve_rng_state": False}
@@ -134,7 +136,7 @@ def summed_loss(
     return torch.stack([checkpoint(loss_of, part, target, **again) for part, target in parts]).sum()  # type: ignore[arg-type]
 
 
-def _loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+def _sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(widen(logits), targets, ignore_index=IGNORED, reduction="sum")
 
 
@@ -146,7 +148,7 @@ CHECKED = 12
 
 
 @torch.no_grad()
-def check_model(model: LanguageModel, vocabulary: int, end: int) -> list[str]:
+def check_document_separation(model: LanguageModel, vocabulary: int, end: int) -> list[str]:
     """Check what the loss relies on, with two short windows; return notes.
 
     Raise `WrongUse` if a document sees the one before it.
@@ -161,10 +163,10 @@ def check_model(model: LanguageModel, vocabulary: int, end: int) -> list[str]:
         tokens[:, CHECKED // 2 :] = tokens[0, CHECKED // 2 :]
         tokens[:, CHECKED // 2 - 1] = end
         positions = (torch.arange(CHECKED) % (CHECKED // 2)).expand(2, -1)
-        hidden = _hidden_states(model, tokens.to(device), positions.to(device))
+        hidden = _compute_hidden_states(model, tokens.to(device), positions.to(device))
         first, second = widen(hidden[:, CHECKED // 2 :]).unbind()
         if not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max())):
-            raise _refusal(model, "lets a document see the one before it in the same window")
+            raise _build_separation_error(model, "lets a document see the one before it in the same window")
         whole = widen(model.logits(tokens.to(device), positions.to(device)))
         ours = widen(model.inner.get_output_embeddings()(hidden))
         # A cap changes large logits alone, and these may be small.
@@ -178,16 +180,18 @@ def check_model(model: LanguageModel, vocabulary: int, end: int) -> list[str]:
     return [f"{type(model.inner).__name__} changes its logits after the output layer: the loss needs all of them"]
 
 
-def _hidden_states(model: LanguageModel, tokens: Tensor, positions: Tensor) -> Tensor:
+def _compute_hidden_states(model: LanguageModel, tokens: Tensor, positions: Tensor) -> Tensor:
     try:
         return model.hidden(tokens, positions)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:  # one that expects a mask of batch × length, or none
-        raise _refusal(model, f"cannot keep the documents of a window apart ({in_one_line(error)[:120]})") from error
+        raise _build_separation_error(
+            model, f"cannot keep the documents of a window apart ({format_error_line(error)[:120]})"
+        ) from error
 
 
-def _refusal(model: LanguageModel, why: str) -> WrongUse:
+def _build_separation_error(model: LanguageModel, why: str) -> WrongUse:
     return WrongUse(
         f"{type(model.inner).__name__} {why}",
         allowed="models that respect a mask of attention of batch × 1 × length × length",
@@ -201,7 +205,7 @@ FARTHEST = 1e-3
 
 
 @torch.no_grad()
-def compared_logits(model: LanguageModel, other: LanguageModel, vocabulary: int) -> str:
+def compare_logits(model: LanguageModel, other: LanguageModel, vocabulary: int) -> str:
     """Return how far apart the logits of two models are, in words; raise `WrongUse` if they differ."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (2, CHECKED), generator=draw)
