@@ -115,7 +115,10 @@ def main(arguments: Sequence[str]) -> int:
         code, found = judge_mutants(known, _chosen(given.ids, known, parser), given.json)
     else:
         known = rows()
-        mutants.apply(mutants.current())
+        try:
+            mutants.apply(mutants.current())
+        except (AttributeError, LookupError) as error:
+            parser.exit(BROKEN, f"{error}\n")
         code, found = judge_rows(known, _chosen(given.ids, known, parser), given.full, given.json)
     if given.record:
         record("mutants" if given.mutants else "rows", found)

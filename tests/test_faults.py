@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import types
 from pathlib import Path
@@ -95,6 +97,33 @@ def test_the_record_has_every_row_in_full_and_every_defect_killed() -> None:
     assert len(killed) >= 25
 
 
+def test_a_defect_replaces_only_names_that_halfstep_has() -> None:
+    replaced = 0
+    for file in Path(mutants.__file__).parent.glob("m*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        modules = {name: found for name, found in vars(_module_of(file)).items() if isinstance(found, types.ModuleType)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                assert hasattr(modules[node.value.id], node.attr), f"{file.name}:{node.lineno} {ast.unparse(node)}"
+                replaced += isinstance(node.ctx, ast.Store)
+    assert replaced >= 30
+
+
+def _module_of(file: Path) -> types.ModuleType:
+    return importlib.import_module(f"{mutants.__name__}.{file.stem}")
+
+
+def test_a_defect_with_a_stale_name_is_no_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfstep import peers
+
+    class Stale:
+        apply = staticmethod(lambda: monkeypatch.setattr(peers, "no_such_name", 1, raising=False))
+
+    monkeypatch.setattr(mutants, "mutants", lambda: {"M00": Stale})
+    with pytest.raises(LookupError, match=r"M00 sets no_such_name of halfstep\.peers"):
+        mutants.apply("M00")
+
+
 FOR_FULL = ("F18", "F21", "F22", "F32", "F33", "F38", "F44", "F49")
 """Rows that wait for timeouts of a job, or begin many runs: half a minute each even in their small form."""
 
@@ -157,8 +186,8 @@ def test_a_check_that_makes_a_file_is_seen(name: str, monkeypatch: pytest.Monkey
     assert not list(tmp_path.iterdir())
 
 
-def _row(name: str, outcome: Outcome | Exception) -> types.ModuleType:
-    row = types.ModuleType(name)
+def _row(name: str, outcome: Outcome | Exception) -> types.types.ModuleType:
+    row = types.types.ModuleType(name)
     row.ID, row.WHAT = name, "a row of the test"  # type: ignore[attr-defined]
 
     def run(full: bool) -> Outcome:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import sys
 from typing import Any
 
 VARIABLE = "HALFSTEP_FAULTS_MUTANT"
@@ -29,5 +30,16 @@ def current() -> str | None:
 
 
 def apply(name: str | None) -> None:
-    if name is not None:
-        mutants()[name].apply()
+    """Put a defect into this process; raise LookupError if it replaces a name that halfstep no longer has."""
+    if name is None:
+        return
+    mutant, before = mutants()[name], _names()
+    mutant.apply()
+    for module, names in _names().items():
+        if added := names - before.get(module, names):
+            raise LookupError(f"{name} sets {', '.join(sorted(added))} of {module}, which does not exist")
+
+
+def _names() -> dict[str, set[str]]:
+    """The names that each loaded module of halfstep has."""
+    return {name: set(vars(module)) for name, module in sys.modules.items() if name.partition(".")[0] == "halfstep"}
