@@ -37,7 +37,7 @@ class Marked:
 
         def marked(*given: Any) -> Any:
             self.__dict__["calls"] += 1
-            if self.function == "_met" or self.__dict__["calls"] == 2:
+            if self.function == "_wait_for_ranks" or self.__dict__["calls"] == 2:
                 Path(self.mark).touch()
             return function(*given)
 
@@ -59,7 +59,7 @@ def run(full: bool) -> Outcome:
 def _alone(folder: Path, number: signal.Signals, latest: float) -> tuple[str | None, float]:
     """Two of three ranks; one of them gets the signal."""
     job, mark = Job(folder, FEW), Path(f"{folder}.waits")
-    job.start(HALVED, only=(0, 2), before=Marked("_met", str(mark)))
+    job.start(HALVED, only=(0, 2), before=Marked("_wait_for_ranks", str(mark)))
     return _asked(job, mark, number, latest)
 
 
@@ -69,7 +69,7 @@ def _unserved(folder: Path, number: signal.Signals, latest: float) -> tuple[str 
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound, and not listening
         job.port = held.getsockname()[1]
-        job.start(HALVED, only=(1,), before=Marked("_unreachable", str(mark)))
+        job.start(HALVED, only=(1,), before=Marked("_explain_unreachable", str(mark)))
         return _asked(job, mark, number, latest)
 
 
