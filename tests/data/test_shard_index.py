@@ -21,7 +21,7 @@ from halfstep.data import held_out
 from halfstep.data.dataset import BadSample, Subset, split_source
 from halfstep.data.fingerprint import Fingerprint, compute_file_fingerprint, different, fingerprint
 from halfstep.data.layout import compute_split_position, select_validation_by_position
-from halfstep.data.shard_check import BackgroundCheck, describe_shard_change
+from halfstep.data.shard_check import ShardSpotCheck, describe_shard_change
 from halfstep.data.shard_index import PAGE, resolve_cached_index_path, resolve_index_path, write_index
 from halfstep.data.shards import Shards, build_shard_set
 from halfstep.data.tar_members import open_tar
@@ -334,7 +334,7 @@ def test_a_shard_replaced_after_indexing_is_named_with_its_sample(tmp_path: Path
     assert describe_shard_change(source, 0) == ""
     replace_unseen(source, path, path.read_bytes().replace(b"image 41", b"IMAGE 41"))
     assert describe_shard_change(source, 0) == f"1 sample changed in a.tar, the first {path}/000041"
-    check = BackgroundCheck(source, seed=0)
+    check = ShardSpotCheck(source, seed=0)
     check.look()
     check.begin(0)
     assert check._thread is not None
@@ -347,9 +347,9 @@ def test_the_shards_of_an_epoch_are_divided_among_ranks(tmp_path: Path) -> None:
     for n in range(40):
         small(tmp_path / "set" / f"{n}.tar", 1)
     source = Shards(tmp_path / "set")
-    each = [BackgroundCheck(source, 7, rank, 3).chosen(epoch=2) for rank in range(3)]
+    each = [ShardSpotCheck(source, 7, rank, 3).chosen(epoch=2) for rank in range(3)]
     assert len({shard for one in each for shard in one}) == sum(map(len, each)) == 16
-    assert BackgroundCheck(source, 7).chosen(1) != BackgroundCheck(source, 7).chosen(2)
+    assert ShardSpotCheck(source, 7).chosen(1) != ShardSpotCheck(source, 7).chosen(2)
 
 
 def test_a_batch_is_read_ahead_and_each_shard_is_opened_once(tmp_path: Path) -> None:

@@ -469,6 +469,14 @@ def test_an_earlier_form_is_refused_by_name(tmp_path: Path, form: int) -> None:
 
 
 @pytest.mark.wording
+def test_an_earlier_form_is_refused_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "x" / "trouble").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StateMismatch, match="contains failed steps of an earlier halfstep"):
+        refuse_earlier_format(Path("runs/x"))
+
+
+@pytest.mark.wording
 def test_a_pickle_beside_it_is_never_read(place: CheckpointDir) -> None:
     (place.path / "helper.bin").write_bytes(pickle.dumps([print] * 20))
     with pytest.raises(Unsafe, match="can run code"):

@@ -38,7 +38,7 @@ from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLo
 from halfstep.out_of_memory import convert_worker_error
 
 if TYPE_CHECKING:
-    from halfstep.data.shard_check import BackgroundCheck
+    from halfstep.data.shard_check import ShardSpotCheck
 
 # -- loader -----------------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class TrainLoader:
         self.while_waiting: Callable[[], None] = lambda: None
         """Called every second in which the workers have no batch; may raise."""
         self.given_up: GivenUp = _ignore_slow_sample
-        self.background: BackgroundCheck | None = None
+        self.background: ShardSpotCheck | None = None
         """Verifies some of the data while an epoch is read."""
         self.announce: Callable[[list[tuple[int, int]]], None] = lambda chunks: None
         """Called with the chunks that are read from some step on, each its first sample and one past its last."""

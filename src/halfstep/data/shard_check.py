@@ -56,7 +56,7 @@ def _describe_sample_change(shards: Shards, number: int, now: PackedShard, befor
     return f"{format_counted_noun(len(others), 'sample')} changed in {shards.index.names[number]}, the first {first}"
 
 
-class BackgroundCheck:
+class ShardSpotCheck:
     """Verifies a few shards in each epoch, in a thread: a shard may change and keep its size and its times."""
 
     def __init__(self, shards: Shards, seed: int, rank: int = 0, size: int = 1) -> None:

@@ -15,7 +15,7 @@ SMALL = 2**16
 Storage = torch.UntypedStorage
 
 
-def list_strided_parts(tensors: Iterable[Tensor]) -> list[list[tuple[int, Tensor]]]:
+def unwrap_strided_tensors(tensors: Iterable[Tensor]) -> list[list[tuple[int, Tensor]]]:
     """Return for each tensor the strided tensors that hold its numbers, each with the `identify_storage` of its memory.
 
     That is the tensor itself, or those inside a wrapper such as a DTensor. A list is empty for tensors without memory

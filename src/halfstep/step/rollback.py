@@ -31,8 +31,8 @@ from halfstep.step.memory import (
     MemoryCopies,
     WeakStorageCopy,
     copy_tensors,
-    list_strided_parts,
     restore_tensor_memory,
+    unwrap_strided_tensors,
     view_bytes_as_integers,
 )
 from halfstep.step.optimizer_slot import stack_numbers
@@ -221,7 +221,7 @@ class Rollback:
     def _sort_tensors(self) -> None:
         """Decide which tensors are copied before each window, and which are checked for writes; copy the first."""
         every = list(self._tensors())
-        tensors = list(zip(every, list_strided_parts(held.tensor for held in every), strict=True))
+        tensors = list(zip(every, unwrap_strided_tensors(held.tensor for held in every), strict=True))
         self._take_over([(held.name, key, part) for held, parts in tensors for key, part in parts])
         large = sum(held.tensor.nbytes for held, parts in tensors if parts and _is_large(held))
         self._sparse, self._finite = [], []
@@ -305,7 +305,7 @@ class Rollback:
         self._batch, self._name_of = dict(batch), name_of
         self._observations += 1
         states = (leaf for thing in self.with_state for _, leaf in iterate_tensor_leaves(thing.state_dict()))
-        self._included_storages = {key for key, _ in chain(*list_strided_parts(states))}
+        self._included_storages = {key for key, _ in chain(*unwrap_strided_tensors(states))}
 
     def module_runs(self, module: nn.Module) -> None:
         """Cover a module that is about to run."""
@@ -323,9 +323,9 @@ class Rollback:
 
     def before_use(self, written: Sequence[Tensor], read: Sequence[Tensor], line: str | None) -> None:
         """Cover memory from before the window that an operation in this line of code is about to write or to read."""
-        for key, part in chain(*list_strided_parts(written)):
+        for key, part in chain(*unwrap_strided_tensors(written)):
             self._copy_before_write(key, part, line)
-        for key, part in chain(*list_strided_parts(read)):
+        for key, part in chain(*unwrap_strided_tensors(read)):
             if not self._is_covered(key) and key not in self._unseen_by_storage:
                 loose = self._add_loose(part, line, written=False)
                 if loose.copied:
@@ -358,7 +358,7 @@ class Rollback:
 
     def before_replace(self, tensor: Tensor, line: str | None) -> None:
         """Cover a tensor that is about to get other memory; that of modules is restored in any case."""
-        for key, part in chain(*list_strided_parts([tensor])):
+        for key, part in chain(*unwrap_strided_tensors([tensor])):
             if key in self._blocks or not (self._is_covered(key) or key in self._unseen_by_storage):
                 self._copy_before_write(key, part, line)
 
@@ -371,7 +371,7 @@ class Rollback:
         if torch._C._current_autograd_node() is None:
             return False
         gradients = (held.tensor.grad for held in self._tensors() if held.tensor.is_leaf)
-        return any(own == key for own, _ in chain(*list_strided_parts(g for g in gradients if g is not None)))
+        return any(own == key for own, _ in chain(*unwrap_strided_tensors(g for g in gradients if g is not None)))
 
     def _add_loose(self, part: Tensor, line: str | None, *, written: bool) -> _OutsideTensor:
         loose = self._loose.get(id(part))

@@ -19,7 +19,7 @@ from halfstep.observe.reachable import (
     select_outermost_modules,
 )
 from halfstep.observe.recorder import identify_storage
-from halfstep.step.memory import list_strided_parts
+from halfstep.step.memory import unwrap_strided_tensors
 from halfstep.step.objective import Objective
 from halfstep.step.sync import LossFunction
 
@@ -234,7 +234,7 @@ def find_batch_storages(tree: Sequence[Any]) -> dict[int, str]:
 
 
 def _list_storages(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, int]]:
-    parts = list_strided_parts(tensor for _, tensor in named)
+    parts = unwrap_strided_tensors(tensor for _, tensor in named)
     return [(name, key) for (name, _), own in zip(named, parts, strict=True) for key, _ in own]
 
 

@@ -101,13 +101,11 @@ def _start_shard_checks(train: TrainLoader, source: Source, recipe: AnyRecipe, o
     if (seal := find_seal(source)) is None:
         return
     from halfstep.data.shard_bytes import Announcer  # here, because folders need no index
-    from halfstep.data.shard_check import BackgroundCheck
+    from halfstep.data.shard_check import ShardSpotCheck
 
     shards = seal.shards
     if shards.is_local:
-        train.background = BackgroundCheck(
-            shards, recipe.train.seed or 0, distributed.rank(), distributed.count_ranks()
-        )
+        train.background = ShardSpotCheck(shards, recipe.train.seed or 0, distributed.rank(), distributed.count_ranks())
     train.announces_next_epoch = not shards.is_local
     # Of a store, more chunks than are open at once must not wait: they would be fetched after they were read.
     most = None if shards.is_local else order.window

@@ -70,7 +70,7 @@ def _find_step_before(facts: ScriptFacts, call: ast.Call) -> ScalerCall | None:
         # A condition of the step alone, as in accumulation, means another rhythm, which is not judged here.
         apart = list_own_conditions(script, step.call, call)
         after = can_reach(script, step.call, call)
-        if not same_loop or not (after or _precedes_step(facts, call, step)) or _is_chosen_apart(script, call, step):
+        if not same_loop or not (after or _precedes_step(facts, call, step)) or _may_exclude_step(script, call, step):
             continue
         if all(_is_switch(facts, one, step) for one in apart):
             return None if facts.scalers.is_off(step.call) else step
@@ -87,7 +87,7 @@ def _is_switch(facts: ScriptFacts, condition: ast.If, step: ScalerCall) -> bool:
     return any(are_mutually_exclusive(script, first, second) for first, second in pairs)
 
 
-def _is_chosen_apart(script: Script, call: ast.Call, step: ScalerCall) -> bool:
+def _may_exclude_step(script: Script, call: ast.Call, step: ScalerCall) -> bool:
     """Return whether a condition of the call may hold only where the step is not taken: `if not amp`."""
     own = {word for one in list_own_conditions(script, call, step.call) for word in _iterate_switches(one.test)}
     other = {word for one in list_own_conditions(script, step.call, call) for word in _iterate_switches(one.test)}

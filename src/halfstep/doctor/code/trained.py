@@ -26,7 +26,7 @@ _FROZEN = re.compile(
 
 
 class NarrowOptimizer(NamedTuple):
-    """An optimizer of torch over fp16 weights, and the cast that made them so."""
+    """An optimizer of torch over 16-bit weights, and the cast that made them so."""
 
     optimizer: ast.Call
     module: str

@@ -27,7 +27,7 @@ COUNTS_NOTHING = "counts no element: its Counted(sum, count) has a count of 0"
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The outcome of one rerun, over all ranks."""
+    """The outcome of one rerun, on one rank or over all ranks."""
 
     finite: bool
     loss: float

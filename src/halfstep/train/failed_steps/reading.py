@@ -74,8 +74,8 @@ def find_failed_step(place: Path) -> CheckpointDir | None:
 def resolve_run_folder(place: Path) -> Path:
     """Return the folder of the run that a failed step belongs to; any other folder is returned as it is."""
     # A relative path such as `step-00000123.0001` has no parents to look at.
-    place = place if len(place.parts) > 2 else place.absolute()
-    return place.parent.parent if place.parent.name == FAILED_STEPS else place
+    step = place if len(place.parts) > 2 else place.absolute()
+    return step.parent.parent if step.parent.name == FAILED_STEPS else place
 
 
 def check_failed_steps_folder(run: Path) -> None:
