@@ -186,8 +186,8 @@ def test_a_check_that_makes_a_file_is_seen(name: str, monkeypatch: pytest.Monkey
     assert not list(tmp_path.iterdir())
 
 
-def _row(name: str, outcome: Outcome | Exception) -> types.types.ModuleType:
-    row = types.types.ModuleType(name)
+def _row(name: str, outcome: Outcome | Exception) -> types.ModuleType:
+    row = types.ModuleType(name)
     row.ID, row.WHAT = name, "a row of the test"  # type: ignore[attr-defined]
 
     def run(full: bool) -> Outcome:

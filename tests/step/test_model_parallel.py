@@ -28,7 +28,7 @@ def test_loss_and_norm_of_a_model_over_two_devices_meet_on_one() -> None:
         )
         assert agreed.device == loss.device
         gradients.multiply_(0.5)
-        gradients.clamp_wide_(1.0)
+        gradients.clamp_all_but_bf16_(1.0)
 
 
 def test_buffers_on_two_devices_are_judged_together() -> None:
