@@ -136,7 +136,7 @@ def test_doctor_fits_its_terminal_and_is_plain_without_one(width: int) -> None:
     assert result.exit_code == 0
     assert max(map(len, result.output.splitlines())) <= width
     assert "\x1b" not in result.output
-    for word in ("Device", "Formats", "GEMM", "conv3d", "bf16", "Choice", "the choice of auto", "chosen"):
+    for word in ("Device", "Formats", "GEMM", "conv3d", "bf16", "Choice", "chosen by auto", "chosen"):
         assert word in result.output
 
 

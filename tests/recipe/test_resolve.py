@@ -158,7 +158,7 @@ def test_the_command_line_wins_and_says_so(text: str, line: str, name: str) -> N
     found = resolved(BASE + text, *line.split())
     assert found.recipe.precision == name
     changed = resolved(BASE + text).recipe.precision != name
-    assert any("of the command line overrides" in note for note in found.notes) == changed
+    assert any("from the command line overrides" in note for note in found.notes) == changed
 
 
 @pytest.mark.wording

@@ -94,7 +94,9 @@ def build_known_page(
     if formats is not None:
         blocks += _build_format_blocks(formats)
     if gpus is not None:
-        aside = "auto's choice without measuring; for memory, run halfstep estimate RECIPE --device NAME"
+        aside = (
+            "auto's choice without measuring; for the memory of a recipe, run halfstep estimate RECIPE --device NAME"
+        )
         cells = [
             (row.id, row.name, f"{row.gib:.0f} GiB", " ".join(row.native) or "-", Span(row.precision, "good"))
             for row in gpus

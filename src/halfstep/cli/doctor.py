@@ -87,7 +87,7 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show which formats this device supports and which one to use; check the settings of a RECIPE or a code FOLDER.
+    """Show which formats this device supports and which one to use; check a RECIPE, or the code in a FOLDER.
 
     With an ADDRESS such as s3://BUCKET/PREFIX, check that object store: it writes 2 MB there and removes them.
 

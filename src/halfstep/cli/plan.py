@@ -53,7 +53,7 @@ def run(
     yes: Annotated[bool, create_flag_option("--yes", "Write the recipe without asking.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure the fastest precision, memory format, compile setting and micro-batch here; --write saves a recipe.
+    """Find the fastest precision, memory format, compile setting and micro-batch size by measuring; --write saves them.
 
     Without a recipe it lists them and asks for one.
     """

@@ -453,7 +453,7 @@ def list_shard_paths(root: str | Path) -> list[Path]:
         raise BadData(
             f"{missing[0]} does not exist" if missing else f"{root} contains no .tar or {PARQUET} file",
             allowed="a folder of .tar or .parquet files, one such file, or a pattern such as train-{000..003}.tar",
-            do="check data.path",
+            do="give the folder that contains the shards",
         )
     return paths
 

@@ -69,7 +69,7 @@ class DeviceReport(JsonResult, PageResult):
 
         build = tuple((key, words) for key, words in self.build.as_dict().items() if key != "torch")
         precision = self.choice.precision
-        asked = f"the choice of {self.choice.asked}" + (f" ({self.choice.took})" if self.choice.took else "")
+        asked = f"chosen by {self.choice.asked}" + (f" ({self.choice.took})" if self.choice.took else "")
         verdict = (Span(precision.name, "good", strong=True), f"  {asked}: {precision.summary}")
         rungs = ((rung.name, "chosen" if rung.accepted else "rejected", rung.reason) for rung in self.choice.rungs)
         return Page(

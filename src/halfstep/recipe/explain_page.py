@@ -41,7 +41,7 @@ def build_settings_help(schemas: Mapping[str, Json], recipe: str | None = None) 
     more = (
         f"All {len(every)} settings"
         if found is not None
-        else "Settings of one recipe: halfstep train RECIPE --help; all"
+        else "The main settings of a recipe: halfstep train RECIPE --help; all of them"
     )
     blocks = (
         Paragraph(Span(f"Settings of {title}, with their values:", strong=True), gap=True),

@@ -147,7 +147,7 @@ def _merge_command_line(
         notes.append(named.took)
     written = _resolve_precision_words(translated.precision) if line.precision and translated.precision else None
     if written and written.name != named.name:
-        notes.append(f"precision {named.name} of the command line overrides {written.name} of the recipe")
+        notes.append(f"precision {named.name} from the command line overrides {written.name} from the recipe")
     return content, notes
 
 

@@ -97,8 +97,8 @@ class DataOptions(Section):
     """The data settings of every task; a task adds its own fields."""
 
     split: Literal["exact", "by_place"] | None = None
-    """How a share in `val` is drawn: `by_place` hashes each sample's name; `exact` draws exactly that share of fewer
-    than 1,000 samples."""
+    """How the share in `val` is drawn: `by_place` uses a hash of each sample's name, so the share is approximate;
+    `exact` draws exactly that share if there are fewer than 1,000 samples."""
     window: PositiveInt | Literal["auto", "all"] | None = None
     """shards: the size of the shuffle window in chunks of consecutive samples, for slow disks; `all` shuffles the whole
     dataset; `auto` uses a window that fits in a quarter of the memory, or, for an object store, in half of store.cache.
@@ -336,7 +336,7 @@ class RunOptions(Section):
     journal_mb: PositiveInt = 100
     """Megabytes after which journal.jsonl continues in a new file; the earlier files are kept."""
     tracker: Annotated[Literal["none", "tensorboard", "wandb", "mlflow"], Also("report_to")] = "none"
-    """An experiment tracker that receives the values of the journal; for mlflow, set MLFLOW_TRACKING_URI."""
+    """The experiment tracker to which the journal's values are logged, too; for mlflow, set MLFLOW_TRACKING_URI."""
     pictures: NonNegativeInt = 4
     """The number of samples to show as pictures after each evaluation, in tasks with pictures."""
     pictures_kept: PositiveInt = 100

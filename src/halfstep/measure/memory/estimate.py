@@ -424,7 +424,7 @@ def _build_optimizer_factory(optimizer: MakeOptimizer | torch.optim.Optimizer, m
 
 _REFUSED = "unsafe to autocast"
 FOLLOWED = (
-    "forward and backward on meta tensors under CUDA's autocast rules, without the workspace of kernels; "
+    "forward and backward on meta tensors under CUDA's autocast rules, without kernel workspaces; "
     "not verified on this device"
 )
 NOT_FOLLOWED = (

@@ -23,7 +23,7 @@ class ClassificationData(DataOptions):
     name: Literal["folder", "shards", "shapes"] = "folder"
     """`folder` (a folder for each class), `shards` (WebDataset), or `shapes` (drawn here, no download)."""
     path: Annotated[str, Also("data_dir")] = "data"
-    """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a dataset of `halfstep data get`."""
+    """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a download of `halfstep data get`."""
     val: Fraction | str = "val"
     """For validation: a folder next to `train`, or any path; or a share of the samples in `path`."""
     classes: Annotated[int, Field(ge=2)] | None = None

@@ -57,7 +57,7 @@ class DiffusionData(DataOptions):
     name: Literal["folder", "shards", "shapes", "pairs", "maps"] = "folder"
     """`folder` (of classes, or of images), `shards`, `pairs` (conditions and images), `shapes` or `maps` (drawn)."""
     path: Annotated[str, Also("data_dir")] = "data"
-    """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a dataset of `halfstep data get`."""
+    """The folder that holds `train` and `val`, or the shards; `cache:NAME` is a download of `halfstep data get`."""
     val: Fraction | str = "val"
     """For validation: a folder next to `train`, or any path; or a share of the samples in `path`."""
     classes: Annotated[int, Field(ge=2)] | None = None

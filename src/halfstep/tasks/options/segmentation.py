@@ -27,7 +27,7 @@ class SegmentationData(DataOptions):
     name: Literal["pairs", "shards", "shapes"] = "pairs"
     """`pairs` (a folder of images and one of masks), `shards` (WebDataset), or `shapes` (drawn here, no download)."""
     path: Annotated[str, Also("data_dir")] = "data"
-    """The folder that holds `images` and `masks`, or the shards; `cache:NAME` is a dataset of `halfstep data get`."""
+    """The folder that holds `images` and `masks`, or the shards; `cache:NAME` is a download of `halfstep data get`."""
     masks: str | None = None
     """pairs: the folder of masks, if it is not next to the images; `path` is then the folder of images."""
     val: Fraction | str = 0.2

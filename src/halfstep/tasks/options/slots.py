@@ -45,7 +45,7 @@ class SlotsData(DataOptions):
     name: Literal["sprites", "shapes", "frames", "videos", "movi"] = "frames"
     """`sprites` (moving dSprites), `shapes` (drawn here), `frames` (a folder for each clip), `videos`, or `movi`."""
     path: Annotated[str, Also("data_dir")] = "data"
-    """The folder with clips, or the sprites; `cache:NAME` is a dataset of `halfstep data get`."""
+    """The folder with clips, or the sprites; `cache:NAME` is a download of `halfstep data get`."""
     val: Fraction | str = 0.1
     """Validation data: a share of the clips, a folder with the same layout, or for movi the split's name."""
     channels: Literal[3] = 3
