@@ -35,11 +35,17 @@ def apply(name: str | None) -> None:
         return
     mutant, before = mutants()[name], _names()
     mutant.apply()
-    for module, names in _names().items():
-        if added := names - before.get(module, names):
-            raise LookupError(f"{name} sets {', '.join(sorted(added))} of {module}, which does not exist")
+    for owner, names in _names().items():
+        if added := names - before.get(owner, names):
+            raise LookupError(f"{name} sets {', '.join(sorted(added))} of {owner}, which does not exist")
 
 
 def _names() -> dict[str, set[str]]:
-    """The names that each loaded module of halfstep has."""
-    return {name: set(vars(module)) for name, module in sys.modules.items() if name.partition(".")[0] == "halfstep"}
+    """The names in each loaded module of halfstep and in each of its classes, with those that `__init__` sets."""
+    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "halfstep"}
+    found = {name: set(vars(module)) for name, module in modules.items()}
+    for name, module in modules.items():
+        for kind in [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name]:
+            begin = getattr(kind.__init__, "__code__", None)
+            found[f"{name}.{kind.__qualname__}"] = {*dir(kind), *(begin.co_names if begin else ())}
+    return found

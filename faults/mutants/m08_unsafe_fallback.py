@@ -21,8 +21,9 @@ def apply() -> None:
         module.describe_unsafe_file = lambda start: None  # type: ignore[attr-defined]
     reading.parse_strict_json = _or_pickle(reading.parse_strict_json)  # type: ignore[attr-defined]
     reading.read_manifest = _manifest_or_pickle(reading.read_manifest)  # type: ignore[attr-defined]
-    load = _or_file(lambda path, *more: whole(path, *more)[0])
-    whole, reading._load_whole_tensors = reading._load_whole_tensors, lambda *given: (load(*given), {})
+    load_whole = reading._load_whole_tensors
+    load = _or_file(lambda path, *more: load_whole(path, *more)[0])
+    reading._load_whole_tensors = lambda *given: (load(*given), {})
     weights._load_safetensors = _or_file(weights._load_safetensors)  # type: ignore[assignment]
     weights._load_restricted = _or_file(weights._load_restricted)
 

@@ -138,16 +138,16 @@ def describe_allowed_values(node: Json) -> str:
         return _join_options(options)
     kind = "object" if "$ref" in node else node.get("type")
     if kind in ("integer", "number"):
-        low, high = node.get("minimum"), node.get("maximum")
         words = {
             "exclusiveMinimum": "above",
             "minimum": "of at least",
             "exclusiveMaximum": "below",
             "maximum": "at most",
         }
-        limits = " and ".join(f"{word} {node[limit]:g}" for limit, word in words.items() if limit in node)
-        if low is not None and high is not None:
-            limits = f"from {low:g} to {high:g}"
+        if "minimum" in node and "maximum" in node:
+            limits = f"from {node['minimum']:g} to {node['maximum']:g}"
+        else:
+            limits = " and ".join(f"{word} {node[limit]:g}" for limit, word in words.items() if limit in node)
         return f"{'an integer' if kind == 'integer' else 'a number'} {limits}".rstrip()
     if kind == "array":
         items = describe_allowed_values(node.get("items", {}))
