@@ -123,7 +123,12 @@ def test_the_docs_quote_the_overhead_that_was_measured() -> None:
     measured = json.loads((ROOT / "benchmarks" / "step_overhead.json").read_text())
     assert measured["command"].startswith("python benchmarks/step_overhead.py")
     assert all(measured[arm]["pairs"] >= 60 for arm in ("aa", "halfstep", "fabric", "accelerate"))
-    names = {"aa": "by hand, again", "halfstep": "halfstep", "fabric": "Lightning Fabric", "accelerate": "accelerate"}
+    names = {
+        "aa": "by hand, measured twice",
+        "halfstep": "halfstep",
+        "fabric": "Lightning Fabric",
+        "accelerate": "accelerate",
+    }
     for arm, name in names.items():
         low, median, high = (measured[arm][key] for key in ("low", "median", "high"))
         assert f"| {name} | {median:.2f} | {low:.2f} - {high:.2f} |" in page

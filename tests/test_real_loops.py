@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 import warnings
 
 import pytest
 
 from benchmarks import real_loops
-from benchmarks.loops.harness import Broken, Documented, Loop
+from benchmarks.loops.harness import Broken, Documented, Loop, limit
 
 QUICK = (
     "adamw_fused",
@@ -49,6 +51,19 @@ def test_there_are_enough_loops_in_many_families() -> None:
     loops = real_loops.all_loops()
     assert len(loops) >= 150
     assert len({loop.family for loop in loops.values()}) >= 12
+
+
+@pytest.mark.wording
+def test_the_pages_state_every_limit_in_the_words_of_the_loops() -> None:
+    real_loops.all_loops()
+    stated = 0
+    for path in sorted((real_loops.ROOT / "benchmarks" / "loops").glob("*.py")):
+        page = getattr(sys.modules[f"benchmarks.loops.{path.stem}"], "PAGE", "step.md")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == limit.__name__:
+                limit(ast.literal_eval(node.args[0]), path.name, page if len(node.args) > 2 else "step.md")
+                stated += 1
+    assert stated > 20
 
 
 @pytest.mark.wording

@@ -188,7 +188,9 @@ def gradients_whose_norm_overflows() -> str:
     case = Case(model, sgd(model), lambda m, b: mse(m, b) * 1e30)
     case.start(clip_norm=1.0)
     report = skips(case, pairs(1)[0], ("gradient_not_finite",))
-    return limit("does not fit fp32", f"loss {report.loss:.2g}, norm {report.grad_norm}, skipped: {report.reason}")
+    return limit(
+        "whose norm overflows fp32", f"loss {report.loss:.2g}, norm {report.grad_norm}, skipped: {report.reason}"
+    )
 
 
 # -- every kind of buffer -----------------------------------------------------------------------------------------

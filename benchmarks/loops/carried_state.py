@@ -169,7 +169,7 @@ def transformer_xl_memories_as_a_list() -> str:
         trains(case, SERIES[:2])
         skips(case, poisoned(SERIES[2]))
     require(not bool(plain.mems[0].isfinite().all()), "a list of a module was restored without include()")
-    return limit("containers of modules that are not included", "a list is restored only of an included module")
+    return limit("attributes of a module that is not included", "a list is restored only of an included module")
 
 
 @loop
@@ -210,7 +210,7 @@ def hidden_state_of_a_plain_object() -> str:
     trains(case, SERIES[:2])
     skips(case, poisoned(SERIES[2]))
     require("rollback.rebound" in findings(stepper), f"not reported: {findings(stepper)}")
-    return limit("a plain object next to the loss function has rebound", "reported, and not restored")
+    return limit("an attribute of a plain object that the loss function uses", "reported, and not restored")
 
 
 @loop
@@ -402,7 +402,7 @@ def observation_statistics_rebound() -> str:
         if not include:
             reported = findings(stepper)
     require("rollback.rebound" in reported, f"not reported: {reported}")
-    return limit("reported (`rollback.rebound`)", "reported without include(), restored with it")
+    return limit("reports the finding `rollback.rebound`", "reported without include(), restored with it")
 
 
 @loop

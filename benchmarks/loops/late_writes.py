@@ -145,7 +145,7 @@ def first_write_of_a_large_buffer_is_skipped() -> str:
     require("large" in str(said), f"not named: {said}")
     trains(case, BATCHES[3:5])
     skips(case, poisoned(BATCHES[3]))
-    return limit("that write stays, and the finding says so", "reported by name; the next skip was undone")
+    return limit("that write is not rolled back, and the finding says so", "reported by name; the next skip was undone")
 
 
 class Outside:

@@ -197,4 +197,4 @@ def meter_of_floats_in_a_plain_object() -> str:
     trains(case, BATCHES[:2])
     skips(case, (BATCHES[0][0] * float("nan"), BATCHES[0][1]))
     require(len(history) == 3, f"{len(history)} numbers")
-    return limit("Update these after `report.applied`", "a list of floats has the skipped loss")
+    return limit("Update Python values only if `report.applied` is true", "a list of floats has the skipped loss")

@@ -131,7 +131,9 @@ def large_queue_whose_first_write_is_the_skipped_step() -> str:
         case.model.queue.copy_(F.normalize(normal(LARGE, 4), dim=1))
     trains(case, VIEWS[:2])
     skips(case, poisoned(VIEWS[0]))
-    return limit("that write stays, and the finding says so", "the first write was reported, the next skip undone")
+    return limit(
+        "that write is not rolled back, and the finding says so", "the first write was reported, the next skip undone"
+    )
 
 
 @loop
@@ -300,7 +302,7 @@ def list_of_a_module_that_is_not_included() -> str:
     case.start()
     skips(case, poisoned(VIEWS[0]))
     require(len(memory.items) == 1, "a list of a module was restored without include()")
-    return limit("containers of modules that are not included", "one item of a skipped step is in the list")
+    return limit("attributes of a module that is not included", "one item of a skipped step is in the list")
 
 
 @loop

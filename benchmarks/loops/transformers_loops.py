@@ -225,7 +225,7 @@ def transformers_global_step_counts_attempts() -> str:
     ours = trained(Net, [BATCHES[0], spoil(BATCHES[1]), *BATCHES[1:]], True)
     require(ours.state.global_step == 7, f"global_step is {ours.state.global_step}")
     require(ours.hosted.stepper.counts.applied == 6, f"{ours.hosted.stepper.counts}")
-    return limit("`state.global_step` counts a skipped step", "7 attempts, 6 applied", PAGE)
+    return limit("`state.global_step` counts skipped steps", "7 attempts, 6 applied", PAGE)
 
 
 @loop

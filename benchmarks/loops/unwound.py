@@ -403,4 +403,4 @@ def outside_tensor_without_observation() -> str:
     skips(case, poisoned(BATCHES[2]))
     if float(bank[0]) == 2.0:
         return "restored without observation"
-    return limit("With `observe=False` only modules and included objects are covered", "a bank outside kept the write")
+    return limit("With `observe=False`, only modules and included objects are covered", "a bank outside kept the write")
