@@ -113,14 +113,14 @@ def vanishing() -> list[Plant]:
 
 
 def in_any_format() -> list[Plant]:
-    """fp32 fails too, whatever the weights: the code has no answer."""
+    """The step fails in fp32 with any weights: the code has no finite result."""
     cause = "code"
     return [
         *plants("exponential_of_hundred", ALL, _changed(faults.exponential_of_hundred),
                 Expected(cause, "aten.exp", ROOT, mark="exponential of 100")),
         *plants("by_zero", ALL, _changed(faults.by_zero), Expected(cause, "aten.div", ROOT, mark="by zero")),
         *plants("by_little", "bf16 fp32", _changed(faults.by_little),
-                Expected(cause, "aten.div", ROOT, mark="by little", words=("more than",))),
+                Expected(cause, "aten.div", ROOT, mark="by little", words=("overflows fp32",))),
         *plants("square_of_large", "bf16 fp32", _changed(faults.square_of_large),
                 Expected(cause, "aten.pow", ROOT, mark="square of large")),
         *plants("all_hidden", ALL, _with(Perceptron, losses.all_hidden),
@@ -134,7 +134,7 @@ def in_any_format() -> list[Plant]:
         *plants("by_zero_in_pictures", "bf16 fp32", _faulty(lambda: Applies(faults.by_zero), Pictures),
                 Expected(cause, "aten.div", "fault", mark="by zero")),
         *plants("log_of_zero", ALL, _faulty(lambda: Applies(faults.log_of_zero)),
-                Expected(cause, "aten.log", "fault", mark="log of zero", words=("fp32 fails too",))),
+                Expected(cause, "aten.log", "fault", mark="log of zero", words=("also fails in fp32",))),
         *plants("root_of_negative", ALL, _changed(faults.root_of_negative),
                 Expected(cause, "aten.sqrt", ROOT, mark="root of negative", words=("root of a negative number",))),
         *plants("full_mask", ALL, _with(partial(Transformer, hide=2)),

@@ -58,15 +58,15 @@ def bad_teacher() -> Scene:
     return _spoilt(model, lambda _: teacher.weight.fill_(torch.nan), loss_fn)
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """Takes a center away that is registered nowhere, as that of a teacher often is."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.centre = nn.Linear(8, 4), torch.zeros(4)
+        self.body, self.center = nn.Linear(8, 4), torch.zeros(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) - self.centre
+        return self.body(x) - self.center
 
 
 class Running(nn.Module):
@@ -138,7 +138,7 @@ def all_of_them() -> list[Plant]:
         *plants("bad_word", TWO, bad_word,
                 Expected("state", outside="weight table.weight", words=("in row 7", "or did not use it"))),
         *plants("bad_teacher", TWO, bad_teacher, Expected("state", outside="weight teacher.weight", words=later)),
-        *plants("bad_centre", TWO, lambda: _spoilt(Centred(), lambda m: m.centre.fill_(torch.nan)),
+        *plants("bad_center", TWO, lambda: _spoilt(Centered(), lambda m: m.center.fill_(torch.nan)),
                 Expected("state", outside="tensor center", words=later)),
         *plants("bad_mean", TWO, lambda: _spoilt(Normal(), lambda m: m.normal.running_mean.fill_(torch.nan)),
                 Expected("state", outside="buffer normal.running_mean", words=later)),
