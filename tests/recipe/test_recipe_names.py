@@ -85,6 +85,7 @@ def test_settings_and_flags(line: str, meant: list[tuple[str, Any]]) -> None:
         ("--", ["is no flag"]),
         ("=4", ["there is no setting ''"]),
         ("train=4", ["there is no setting 'train'"]),
+        ("--minutes=1", ["there is no option or setting --minutes", "the options listed by --help", "with --help; or"]),
     ],
 )
 def test_mistakes_name_what_was_meant(line: str, words: list[str]) -> None:

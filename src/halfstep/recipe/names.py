@@ -62,15 +62,19 @@ ELSEWHERE = {word: do for do, words in _INSTEAD.items() for word in words.split(
 ELSEWHERE |= {kind: f"--precision {kind}" for kind in FP8_KINDS}
 
 
-def resolve_setting_key(word: str, fields: RecipeFields) -> str:
+_LIST_SETTINGS = "halfstep recipes explain RECIPE, which lists the settings"
+
+
+def resolve_setting_key(word: str, fields: RecipeFields, flag: str = "") -> str:
     """Return the dotted key that a word means; a word for precision stands for itself.
 
-    Raises BadRecipe for an unknown word, with the nearest key, and for one that several settings share.
+    Raises BadRecipe for an unknown word, with the nearest key, and for one that several settings share; `flag` is the
+    word as it was typed on the command line.
     """
     section, _, inner = word.partition(".")
     if section in FOREIGN_SECTIONS and inner:
         # `trainer.gradient_clip_val`, as other projects write it.
-        return resolve_setting_key(inner, fields)
+        return resolve_setting_key(inner, fields, flag)
     if word in fields.by_key or word in PRECISION_WORDS:
         return word
     meant = fields.keys_of.get(word, [])
@@ -78,10 +82,11 @@ def resolve_setting_key(word: str, fields: RecipeFields) -> str:
         return meant[0]
     if meant:
         raise BadRecipe(f"{word} can mean several settings", allowed=", ".join(meant), do=f"write {meant[0]}=...")
+    settings = f"the {len(fields.by_key)} settings of a recipe"
     raise BadRecipe(
-        f"there is no setting {word[:80]!r}",
-        allowed=f"the {len(fields.by_key)} settings listed by `halfstep recipes explain RECIPE`",
-        do=suggest_setting(word, fields) or "look for it with halfstep recipes explain NAME",
+        f"there is no option or setting {flag[:80]}" if flag else f"there is no setting {word[:80]!r}",
+        allowed=f"the options listed by --help, and {settings}" if flag else settings,
+        do=suggest_setting(word, fields) or f"{'the same command with --help; or ' if flag else ''}{_LIST_SETTINGS}",
     )
 
 
@@ -280,7 +285,7 @@ def _parse_dashed_flag(word: str, left: list[str], fields: RecipeFields) -> tupl
         raise BadRecipe(f"{word[:80]!r} is no flag", allowed="flags such as --batch_size 4", do="write two dashes")
     if word == PRETRAINED:
         return "model.weights", "pretrained"
-    key = resolve_setting_key(name if "." in name else name.replace("-", "_"), fields)
+    key = resolve_setting_key(name if "." in name else name.replace("-", "_"), fields, flag=f"--{name}")
     if equals:
         return key, _parse_setting_value(key, value, fields)
     if key in PRECISION_SWITCHES or (key in fields.by_key and fields.by_key[key].is_switch):
