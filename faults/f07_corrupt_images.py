@@ -16,7 +16,7 @@ from halfstep.data.loader import TrainLoader
 from halfstep.errors import BadData
 
 ID = "F07"
-WHAT = "damaged images are replaced, the same ones in every run, and reported; too many end the run"
+WHAT = "damaged images are reported and replaced, by the same samples in every run; too many of them end the run"
 FILES, BAD, LIMIT, BATCH = 2000, 20, 10, 25
 SEEDS = {False: 1, True: 5}
 

@@ -24,7 +24,7 @@ from tests.support.digest import digest_of_run
 from tests.support.tiny_task import Tiny
 
 ID = "F11"
-WHAT = "a step with a loss 100 to 1,000,000 times too high is refused, changes no bit, and healthy steps are not"
+WHAT = "a step with a loss 100 to 1,000,000 times too high is refused and changes no bit; healthy steps are applied"
 SPIKES, CLEAN = {False: 4, True: 20}, {False: (1, 300), True: (10, 1000)}
 """Spikes; and seeds with the clean steps of each."""
 WARM, APART = 30, 12

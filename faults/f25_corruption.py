@@ -19,7 +19,7 @@ from halfstep.train.resume import find_checkpoint
 from tests.support.digest import digest_of
 
 ID = "F25"
-WHAT = "a checkpoint with one wrong byte is never used: the previous one is, with a message"
+WHAT = "a checkpoint with one wrong byte is never used: the run reports it and uses the previous one"
 EACH = {False: 10, True: 50}
 """Of every kind of damage."""
 FOUND, RESUMED = {False: 1, True: 5}, {False: 1, True: 6}

@@ -13,7 +13,7 @@ from faults.trouble import Trouble
 from halfstep.train.watchdog import STACKS
 
 ID = "F35"
-WHAT = "a hanging rank is named and ends the run with 76 and stacks in time; a slow one does not"
+WHAT = "a hanging rank ends the run with 76 in time, with its number and its stacks; a slow rank does not"
 KINDS = {"stop": {False: 1, True: 5}, "hold": {False: 0, True: 5}, "loop": {False: 0, True: 5}}
 """How a rank hangs, and how often."""
 SLOW = {False: (1, 2), True: (4, 5)}

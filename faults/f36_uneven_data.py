@@ -16,7 +16,7 @@ from halfstep.journal.jsonl import read_events
 from tests.support.ranks import Ranks
 
 ID = "F36"
-WHAT = "with indivisible data, all ranks run equally many steps, each sample occurs once per epoch, repeats are counted"
+WHAT = "with data that ranks cannot share evenly, all run equally many steps, and use each sample once per epoch"
 EPOCHS = 2
 CASES = {
     False: ((17, 4, 1), (31, 5, 2), (4, 4, 2)),

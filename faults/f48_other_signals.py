@@ -17,7 +17,7 @@ from faults.processes import end_all, family_of, lives
 from faults.slowed import SlowSteps
 
 ID = "F48"
-WHAT = "SIGHUP, SIGUSR1 and SIGUSR2 save a run and end it with 75, with its workers, unless it ignores or handles them"
+WHAT = "SIGHUP, SIGUSR1 and SIGUSR2 save a run and end it and its workers with 75, unless the run handles them"
 EACH = {False: 1, True: 5}
 LATEST = 10.0
 AFTER, STEPS = 6, 40

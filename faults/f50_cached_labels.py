@@ -27,7 +27,7 @@ from halfstep.data.shards import Shards, build_shard_set
 from halfstep.errors import BadData
 
 ID = "F50"
-WHAT = "labels of a shard come from the shard: an edited or foreign index changes none and uses no extra memory"
+WHAT = "labels of a shard come from the shard: an edited or foreign index changes no label and uses no extra memory"
 LABELS = [number % 2 for number in range(8)]
 TURNED = [1 - label for label in LABELS]
 EDITS, FULL_EDITS = 12, 400

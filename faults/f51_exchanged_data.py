@@ -25,7 +25,7 @@ from halfstep.errors import HalfstepError
 from halfstep.journal.jsonl import read_events
 
 ID = "F51"
-WHAT = "an image or a shard exchanged during a run is reported by name and not used; one with a new time only is used"
+WHAT = "an image or a shard exchanged during a run is reported by name and not used; one that was only touched is used"
 SAMPLES, STEPS, AT = 24, 12, 4
 """Six steps an epoch: every sample is read before and after the exchange."""
 COLOR = 255

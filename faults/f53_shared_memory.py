@@ -17,7 +17,7 @@ from faults.outcome import Outcome
 from halfstep.out_of_memory import MORE_SHARED, MORE_THREADS
 
 ID = "F53"
-WHAT = "too little shared memory, and a limit of threads or processes, end with 81 and the command to type"
+WHAT = "too little shared memory, and a limit of threads or processes, end with 81 and the command to run next"
 OUT_OF_MEMORY = 81
 SETTINGS: dict[str, Any] = {"train.steps": 6, "train.num_workers": 2}
 SIZES, FULL_SIZES = (4, 48), (4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep.data import file_state
 
-WHAT = "a file counts as unchanged only if its times are"
+WHAT = "a file with a new modification time counts as changed, even with the same content"
 ROWS = ("F51",)
 
 
