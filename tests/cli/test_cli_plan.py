@@ -56,7 +56,7 @@ def test_a_real_plan_of_a_case_as_json() -> None:
     assert report["choice"]["speed"]["seconds"] > 0
     assert report["interrupted"] is False
     assert report["written"] is None
-    assert report["conditions"]["arms"] == "each arm in a separate process"
+    assert report["conditions"]["arms"] == "each setting in a separate process"
     assert report["ladder"][0]["setting"]["precision"] == "fp32"
     assert report["ladder"][0]["peak"] > 0
 

@@ -29,16 +29,16 @@ def on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("device", "words", "first", "finding"),
     [
-        ("Xeon with AMX", "--amp", f"{ON}bf16 (bfloat16), requested amp", None),
-        ("Tesla T4", "use_amp=True", f"{ON}fp16 (float16), requested amp", None),
+        ("Xeon with AMX", "--amp", f"{ON}bf16 (bfloat16), requested as amp", None),
+        ("Tesla T4", "use_amp=True", f"{ON}fp16 (float16), requested as amp", None),
         (
             "NVIDIA GeForce GTX 1650",
             "--amp",
-            f"{OFF}fp32, requested amp; fallback on this device",
+            f"{OFF}fp32 instead of the requested amp",
             "precision.substituted",
         ),
         ("Xeon with AMX", "--bf16", f"{ON}bf16 (bfloat16), as requested", None),
-        ("Core i7", "--bf16", f"{OFF}fp32, requested bf16; fallback on this device", "precision.substituted"),
+        ("Core i7", "--bf16", f"{OFF}fp32 instead of the requested bf16", "precision.substituted"),
         (
             "Core i7",
             "--bf16 train.strict=true",

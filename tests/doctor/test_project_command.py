@@ -51,7 +51,7 @@ def test_the_guides_mismatch_is_one_verdict_and_the_exit_code() -> None:
     assert result.exit_code == 78
     page = result.output.splitlines()
     assert page[0] == "not ready: 1 error; --fix shows the patch (precision mismatch)"
-    assert "  precision: disputed (mixed_precision: bf16 against trainer.amp: False)" in [
+    assert "  mixed precision: disputed (mixed_precision: bf16 against trainer.amp: False)" in [
         line.rstrip() for line in page
     ]
     assert doctor(str(project("guide_004_after"))).exit_code == 0

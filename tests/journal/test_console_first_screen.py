@@ -27,7 +27,7 @@ def test_a_usual_run_is_shown_whole_and_without_its_recipe() -> None:
     text = "\n".join(shown)
     assert shown[:2] == [
         "halfstep train segmentation_tiny",
-        "Mixed precision training: bf16 (bfloat16), requested auto",
+        "Mixed precision training: bf16 (bfloat16), chosen by auto",
     ]
     for words in ("the fastest", "measured", "batch", "num_workers: auto took 2", "recipe.yaml"):
         assert words in text

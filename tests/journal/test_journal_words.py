@@ -133,9 +133,9 @@ def test_the_batch_line(sizes: tuple[int, ...], line: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "chosen", "line", "sign"),
     [
-        ("auto", "bf16", "Mixed precision training: bf16 (bfloat16), requested auto", "mp: 🚀 bf16"),
+        ("auto", "bf16", "Mixed precision training: bf16 (bfloat16), chosen by auto", "mp: 🚀 bf16"),
         ("fp16", "fp16", "Mixed precision training: fp16 (float16), as requested", "mp: 🚀 fp16"),
-        ("bf16-mixed", "tf32", "Mixed precision training is off: tf32, requested bf16-mixed", "mp: 📊 tf32"),
+        ("bf16-mixed", "tf32", "Mixed precision training is off: tf32, requested as bf16-mixed", "mp: 📊 tf32"),
         ("fp32", "fp32", "Mixed precision training is off: fp32, as requested", "mp: 📊 fp32"),
         ("fp8", "fp8", "Mixed precision training: fp8 (bfloat16 and fp8), as requested", "mp: 🚀 fp8"),
         (
@@ -203,7 +203,7 @@ def test_without_a_metric_so_far_the_last_evaluation_is_shown() -> None:
 def test_plain_lines_of_a_run() -> None:
     lines = plain_lines(whole_run())
     assert lines[0].startswith("halfstep train segmentation_tiny, ")
-    assert lines[1] == "Mixed precision training: bf16 (bfloat16), requested auto"
+    assert lines[1] == "Mixed precision training: bf16 (bfloat16), chosen by auto"
     assert "  batch       4 × 2 devices × 2 micro-batches = 16 per step" in lines
     assert "✓ observed: 97 % ran in bf16" in lines
     place, rest = "00:03 · Epoch 1/2 10/20 · 01:35 left · ", "123 img/s · wait 3 % · memory 3.00 GiB"
@@ -303,6 +303,6 @@ def test_an_event_from_the_future_is_passed_over() -> None:
 
 def test_one_of_a_kind_is_no_plural() -> None:
     one = start(epochs=1, steps=1, steps_per_epoch=1)
-    assert dict(words.describe_run(one))["length"] == "1 epoch, 1 step (an epoch has 1)"
-    assert dict(words.describe_run(start(epochs=None)))["length"] == "40 steps (an epoch has 20)"
+    assert dict(words.describe_run(one))["length"] == "1 epoch, 1 step (1 per epoch)"
+    assert dict(words.describe_run(start(epochs=None)))["length"] == "40 steps (20 per epoch)"
     assert " 1 step applied" in describe_ending(end(steps=1), LatestEvents())[0]

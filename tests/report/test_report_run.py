@@ -71,7 +71,7 @@ def test_skips_are_marked_with_their_reasons(tmp_path: Path) -> None:
     page = looked_at(write_run(tmp_path / "run", events))
     assert "step 5 skipped: gradient overflow" in page.titles
     assert "step 21 skipped: guard:spike" in page.titles
-    assert "2 of 29 steps skipped (1 gradient overflow, 1 guard:spike)" in page.text
+    assert "2 of 29 steps skipped (1 × gradient overflow, 1 × guard:spike)" in page.text
 
 
 def test_a_thousand_skips_are_as_many_marks_as_can_be_told_apart(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_an_incident_has_its_culprit_what_was_tried_and_what_was_done(troubled: 
 def test_a_run_that_was_given_up_says_why_and_what_to_do(troubled: dict[str, Path], tmp_path: Path) -> None:
     run = read_run_facts(troubled["watch"])
     assert run.verdict.startswith("Gave up at step 5 of 36, in ")
-    assert "5 of 5 steps skipped (5 loss not finite): precision: 2.up (aten._to_copy" in run.verdict
+    assert "5 of 5 steps skipped (5 × loss not finite): precision: 2.up (aten._to_copy" in run.verdict
     assert collect_incidents(run)[-1].do.startswith("halfstep.fit")
     assert "to do: halfstep.fit" in run.as_dict()["incidents"][-1]["done"][-1]
     assert [one.ended_run for one in collect_incidents(run)][-1:] == [True]

@@ -106,7 +106,7 @@ def test_weights_that_were_ruined_long_before_they_failed_are_no_good_checkpoint
     losses = {event["attempt"]: event["loss"] for event in events(tmp_path / "run", "step") if event["applied"]}
     assert max(losses) == 14, "they were applied"
     assert min(losses[attempt] for attempt in range(9, 15)) > 10 * losses[1]
-    assert "with a lower learning rate" in str(caught.value)
+    assert "use a lower learning rate" in str(caught.value)
     assert "continue from an earlier checkpoint" not in str(caught.value)
     assert attempts(tmp_path)[0] == 7
     assert len(list_set_aside(tmp_path / "run" / CHECKPOINTS)) == 2, "they are bounded"

@@ -69,6 +69,6 @@ def run(
         create_console(stderr=True, soft_wrap=True).print(str(finding))
     page = report.page()
     if report.figures is not None and not report.written:
-        words = "--csv FILE writes a row for each sample, --picture FILE.png draws the worst"
+        words = "--csv FILE writes a row per sample; --picture FILE.png draws the worst samples"
         page = page.followed_by(Paragraph(Span(words, "dim"), gap=True, wrap=False))
     show_result(report, page, json)

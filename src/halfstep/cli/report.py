@@ -30,7 +30,7 @@ def run(
         list[Path],
         typer.Argument(
             metavar="RUN|BENCH|PLAN...",
-            help="Folders of runs and benches, and files of `halfstep plan --json`; several runs are compared.",
+            help="Folders of runs and bench results, and files of `halfstep plan --json`; several runs are compared.",
             autocompletion=complete_run_folders,
         ),
     ],
@@ -48,7 +48,7 @@ def run(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Write an HTML report on runs, benches and plans: the verdict, curves, incidents, samples, and provenance."""
+    """Write an HTML report on runs, bench results and plans: verdict, curves, incidents, samples and provenance."""
     from halfstep.report.written import report
 
     write = partial(report, *paths, output=output, format=format, refresh=EVERY if watch else None)

@@ -120,7 +120,7 @@ def _build_project_verdict(report: ProjectReport) -> tuple[Block, ...]:
         "precision settings"
     )
     numbers = {"learning rate": status.learning_rate, "clipping": status.clipping}
-    lines = [f"precision: {_describe_project_precision(status)}"]
+    lines = [f"mixed precision: {_describe_project_precision(status)}"]
     lines += [f"{name}: {words}" for name, words in numbers.items() if words != "not set"]
     return (
         Paragraph(Span(status.final + why, "good" if status.aligned else "bad", strong=True)),

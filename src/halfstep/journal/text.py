@@ -11,7 +11,7 @@ from halfstep import numbers
 from halfstep.journal.events import Event
 from halfstep.journal.latest import CheckpointName, LatestEvents
 from halfstep.journal.trackers import LOOK, UPLOAD, suggest_tracker_commands
-from halfstep.precision.names import FP8, FP8_KINDS, parse_policy_name
+from halfstep.precision.names import AUTO, FP8, FP8_KINDS, parse_policy_name
 from halfstep.printable import escape_to_one_line
 
 _NAMES = {
@@ -81,8 +81,12 @@ def describe_precision(start: Event) -> str:
     """Return the sentence on precision: the requested one and the chosen one."""
     asked, chosen = start["precision"]["asked"], start["precision"]["chosen"]
     found = {finding["id"] for finding in start.get("findings", ())}
-    ending = f", requested {escape_to_one_line(asked)}" if str(asked) != chosen else ", as requested"
-    ending += "; fallback on this device" if "precision.substituted" in found else ""
+    if "precision.substituted" in found:
+        ending = f" instead of the requested {escape_to_one_line(asked)}"
+    elif asked == AUTO:
+        ending = ", chosen by auto"
+    else:
+        ending = ", as requested" if str(asked) == chosen else f", requested as {escape_to_one_line(asked)}"
     ending += "; slow on this device" if "precision.slow" in found else ""
     if not is_mixed_precision(chosen):
         return f"Mixed precision training is off: {chosen}{ending}"
@@ -118,8 +122,8 @@ def describe_run(start: Event) -> list[tuple[str, str]]:
     )
     place = f" ({device['place']})" if device["place"] else ""
     length = (
-        f"{numbers.format_counted_noun(start['steps'], 'step')} (an epoch has "
-        f"{numbers.format_count(start['steps_per_epoch'])})"
+        f"{numbers.format_counted_noun(start['steps'], 'step')} ("
+        f"{numbers.format_count(start['steps_per_epoch'])} per epoch)"
     )
     if start["epochs"]:
         length = f"{numbers.format_counted_noun(start['epochs'], 'epoch')}, {length}"

@@ -167,7 +167,7 @@ def read_fp32_flags() -> dict[str, str]:
         **({"onednn.allow_tf32": read_switch(ONEDNN_GPU)} if torch.xpu._is_compiled() else {}),
         # Of products in 16 bits: sums in 16 bits, or parts of them.
         "fp16_accumulation": str(matmul.allow_fp16_accumulation),
-        "reduced_sums": ", ".join(name for name, allowed in reduced.items() if allowed) or "none",
+        "reduced_sums": " and ".join(name for name, allowed in reduced.items() if allowed) or "none",
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
 

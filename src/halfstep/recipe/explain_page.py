@@ -25,7 +25,7 @@ _USUAL = {"data.path": "--data_dir"}
 _CONDITION = re.compile(r"[a-z]+( and [a-z]+)?: ")
 """The start of the description of a setting that is for one kind of data or model."""
 _CLAUSE = re.compile(r"\. |; ")
-_PRECISION = "Precision: --bf16, --fp16, --fp32, or --precision P. Any other setting: KEY=VALUE, or its flag."
+_PRECISION = "Precision: --bf16, --fp16, --fp32, or --precision P. Any other setting: KEY=VALUE or --KEY VALUE."
 _THREE = (Column(), Column(), Column())
 
 
@@ -37,18 +37,20 @@ def build_settings_help(schemas: Mapping[str, Json], recipe: str | None = None) 
     here = {} if found is None else format_recipe_values(found)
     shown = [row for key in FIRST for row in every if row.key == key and _is_shown(row, here, found is not None)]
     name = "RECIPE" if found is None else shlex.quote(str(recipe))
-    title = "every task" if found is None else f"{found.label} (task {found.raw['task']})"
+    title = "common to all tasks" if found is None else f"of {found.label} (task {found.raw['task']})"
     more = (
         f"All {len(every)} settings"
         if found is not None
         else "The main settings of a recipe: halfstep train RECIPE --help; all of them"
     )
     blocks = (
-        Paragraph(Span(f"Settings of {title}, with their values:", strong=True), gap=True),
+        Paragraph(
+            Span(f"Settings {title}, with their {'defaults' if found is None else 'values'}:", strong=True), gap=True
+        ),
         _build_short_table(shown, here),
-        Paragraph(f"{_PRECISION}\n{more}: halfstep recipes {name}", gap=True),
+        Paragraph(f"{_PRECISION}\n{more}: halfstep recipes explain {name}", gap=True),
     )
-    return Page(f"settings of {title}", blocks)
+    return Page(f"settings {title}", blocks)
 
 
 def format_recipe_values(recipe: RawRecipe) -> dict[str, str]:
@@ -75,7 +77,7 @@ def _find_recipe(recipe: str, schemas: Mapping[str, Json]) -> RawRecipe | None:
 
 
 def _build_short_table(found: Iterable[SettingRow], here: Mapping[str, str]) -> Table:
-    """Return a table with one line per setting: flag or key, value, meaning."""
+    """Return a table of settings: flag or key, value, meaning."""
     cells: list[tuple[Text, ...]] = []
     for row in found:
         name = _USUAL.get(row.key) or next(iter(row.flags), f"{row.key}=")
@@ -83,7 +85,7 @@ def _build_short_table(found: Iterable[SettingRow], here: Mapping[str, str]) -> 
         # The first clause is enough here; `halfstep recipes` has the rest.
         doc = _CLAUSE.split(row.doc)[0].rstrip(".")
         cells.append((Span(name, strong=True), "-" if value == "null" else value, Span(doc, "dim")))
-    return Table((Column(wrap="never"), Column(wrap="cut", widest=16), Column(wrap="cut")), tuple(cells), indent=0)
+    return Table((Column(wrap="never"), Column(wrap="cut", widest=16), Column()), tuple(cells), indent=0)
 
 
 def build_settings_table(found: Iterable[SettingRow], here: Mapping[str, str] | None = None) -> Table:

@@ -212,7 +212,7 @@ def _describe_run_skips(recorded: Summary) -> str:
     if not total:
         return "no step skipped"
     most = sorted(recorded.skipped.items(), key=lambda item: (-item[1], item[0]))[:3]
-    reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in most)
+    reasons = ", ".join(f"{count:,} × {reason.replace('_', ' ')}" for reason, count in most)
     return f"{total:,} of {recorded.attempts:,} steps skipped ({reasons})"
 
 

@@ -56,7 +56,7 @@ def report(
     examine: bool = False,
     refresh: int | None = None,
 ) -> WrittenReport:
-    """Write an HTML report on runs, benches and plans: the verdict, curves, incidents, samples, and their sources.
+    """Write an HTML report on runs, bench results and plans: verdict, curves, incidents, samples and sources.
 
     Args:
         paths: Folders of runs and benches, and files of `halfstep plan --json`; several runs are compared.
@@ -107,7 +107,7 @@ def _choose_report_file(paths: list[Path], output: str | os.PathLike[str] | None
             do=choose_caller_wording("--format html", 'format="html"'),
         )
     if not paths:
-        raise WrongUse("a report of nothing", allowed="runs, benches and plans", do="name the folder of a run")
+        raise WrongUse("a report of nothing", allowed="runs, bench results and plans", do="name the folder of a run")
     if output is None:
         if len(paths) > 1:
             return Path(f"report{FORMATS[format]}")

@@ -12,7 +12,7 @@ from halfstep.errors import choose_caller_wording
 from halfstep.formats import FP32
 from halfstep.guard.verdict import Culprit, Verdict
 from halfstep.json_data import JsonResult, convert_to_json_data
-from halfstep.numbers import format_number
+from halfstep.numbers import format_counted_noun, format_number
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.page import Block, Column, Heading, Instruction, Items, Page, Pairs, Paragraph, Span, Table, Text
 from halfstep.train.failed_steps.reading import suggest_replay
@@ -170,7 +170,7 @@ def _build_step_blocks(report: ReplayReport) -> tuple[Block, ...]:
     scale = "" if recorded.loss_scale == 1.0 else f", loss scale {recorded.loss_scale:g}"
     islands = f", in fp32: {', '.join(recorded.islands)}" if recorded.islands else ""
     rows = (
-        ("attempt", f"{recorded.attempt:,}, after {recorded.step:,} applied"),
+        ("attempt", f"{recorded.attempt:,} (after {format_counted_noun(recorded.step, 'applied step')})"),
         ("skipped", str(recorded.reason).replace("_", " ")),
         ("ran in", f"{recorded.precision} on {recorded.device}{islands}"),
         (

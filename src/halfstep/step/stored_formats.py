@@ -35,8 +35,8 @@ def check_trained_weights_wide(trained: Iterable[Tensor], model: nn.Module, name
     frozen = any(not p.requires_grad for p in model.parameters())
     raise WrongUse(
         f"trainable weights stored in 16 bits: {format_first_names(narrow)}",
-        allowed="16-bit storage for frozen weights; small updates to trained ones are lost to rounding, unless the "
-        "low 16 bits of fp32 are kept (weight_format='bf16-split') or rounding is stochastic ('bf16-stochastic')",
+        allowed="trainable weights in fp32, or weight_format='bf16-split' or 'bf16-stochastic'; 16-bit storage for "
+        "frozen weights only, because small updates are lost to rounding",
         do=f"{_ONLY_TRAINED if frozen else 'model.float()'} before building the optimizer, or "
         "Stepper(..., weight_format='bf16-split')",
         id=TRAINED,

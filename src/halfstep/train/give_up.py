@@ -246,7 +246,7 @@ def give_up_run(loop: Loop, error: Diverged, command: str) -> GiveUpReport:
     )
     good, kept = None if none_is_good else checkpoints.name, _describe_kept_checkpoint(checkpoints, none_is_good)
     if do and cause == DIVERGENCE and not _is_code_fault(error):
-        kept = f"{kept}, with a lower learning rate"
+        kept = f"{kept}; this time, use a lower learning rate"
     why = error.why or error.given
     if cause == DATA:
         why += describe_guilty_samples(loop.guarding.guilty)
@@ -259,7 +259,7 @@ def _is_code_fault(error: Diverged) -> bool:
 
 def _describe_kept_checkpoint(checkpoints: Checkpoints, none_is_good: bool) -> str:
     if checkpoints.last is None:
-        return "no checkpoint was written: a new run starts from step 0"
+        return "no checkpoint was written: the run must start again from step 0"
     if none_is_good:
         return "the weights were already bad in the oldest checkpoint: the run must start again"
     at = f"{checkpoints.last.attempt:,}"

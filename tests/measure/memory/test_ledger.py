@@ -80,7 +80,7 @@ def test_two_layers_in_bf16_keep_half_of_the_activations_and_copies_of_the_weigh
     assert found.by_format == {"bf16": N * 32 * 2 + N * 64 * 2, "fp32": 4}
     assert found.whole["cast copies"] == W  # of two weights, half as large
     assert found.whole["weights"] == found.whole["gradients"] == 2 * W
-    assert "is still fp32 with bf16" in found.notes[0]
+    assert "is still in fp32" in found.notes[0]
     assert "optimizer" in found.notes[0]
 
 

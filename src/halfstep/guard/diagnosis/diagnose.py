@@ -425,7 +425,7 @@ class _DiagnosisCase:
         if not why:
             return self._verdict_code(as_it_was, fp32)
         first = self._first_elsewhere(as_it_was, fp32)
-        return self._divergence(explain.explain_divergence(fp32, why), fp32.culprit, *first)
+        return self._divergence(explain.explain_divergence(fp32, why, self._in_fp32), fp32.culprit, *first)
 
     def _verdict_code(self, as_it_was: TrialOutcome, fp32: TrialOutcome) -> Verdict:
         evidence = (
@@ -434,7 +434,11 @@ class _DiagnosisCase:
             explain.describe_weight_evidence(self.trials.model),
         )
         fix = ProposedRemedy("fix_code", explain.suggest_line_change(fp32), None)
-        return Verdict(CODE, explain.explain_code_failure(fp32), fp32.culprit, evidence, (fix,))
+        return Verdict(CODE, explain.explain_code_failure(fp32, self._in_fp32), fp32.culprit, evidence, (fix,))
+
+    @property
+    def _in_fp32(self) -> str:
+        return "the step already runs in fp32" if self.precision.computes is FP32 else "the step also fails in fp32"
 
     @property
     def _no_divergence(self) -> str:

@@ -123,9 +123,9 @@ def _name_remedy(remedy: ProposedRemedy) -> str:
     return f"an island round {remedy.target}" if remedy.kind == "island" else remedy.target
 
 
-def explain_divergence(fp32: TrialOutcome, why: str) -> str:
-    """Return the sentence for a divergence that fails in fp32 too."""
-    return f"divergence: {describe_failure(fp32)}; the step also fails in fp32, and {why}"
+def explain_divergence(fp32: TrialOutcome, why: str, in_fp32: str) -> str:
+    """Return the sentence for a divergence; `in_fp32` says that fp32 is no remedy."""
+    return f"divergence: {describe_failure(fp32)}; {in_fp32}, and {why}"
 
 
 def explain_intended_growth(grown: str, share: float) -> str:
@@ -133,9 +133,9 @@ def explain_intended_growth(grown: str, share: float) -> str:
     return f"{grown}, but no update was large enough to be the cause: at most {share:.2g} of the weights' norm"
 
 
-def explain_code_failure(fp32: TrialOutcome) -> str:
-    """Return the sentence for code without a finite result."""
-    return f"code: {describe_failure(fp32)}; the step also fails in fp32"
+def explain_code_failure(fp32: TrialOutcome, in_fp32: str) -> str:
+    """Return the sentence for code without a finite result; `in_fp32` says that fp32 is no remedy."""
+    return f"code: {describe_failure(fp32)}; {in_fp32}"
 
 
 def explain_gradient_hook(edited: TrialOutcome) -> str:

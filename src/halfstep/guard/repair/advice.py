@@ -136,8 +136,8 @@ def _describe_kept_weights(streak: Streak, back_at: int | None) -> str:
         return f"the weights are those of step {back_at}, the last copy before the trouble"
     since = f"every update{f' of {streak.of}' if streak.of else ''} from attempt {streak.first} on was skipped"
     if streak.blames_weights:
-        return f"{since}; the cause may be an update that was applied before"
-    return f"{since}: the weights are those from before it"
+        return f"{since}; an earlier update may be the cause"
+    return f"{since}: the weights are those from before that attempt"
 
 
 def _suggest_python_remedy(verdict: Verdict | None, mode: str, rates: Sequence[float]) -> str:

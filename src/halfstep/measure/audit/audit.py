@@ -331,7 +331,7 @@ class _LocalAudit:
         return run_watched_step(self.case, self.device, self.precision, without)
 
     def _notes(self) -> list[str]:
-        notes = [f"rules: {self.device.type.upper()} autocast, run here", ONE_STEP]
+        notes = [f"run on this machine, under the rules of {self.device.type.upper()} autocast", ONE_STEP]
         if self.narrow:
             notes.insert(1, "each result was computed in fp32 and rounded once, so that overflows are known")
         if self.declared and not self.narrow:

@@ -74,7 +74,7 @@ def build_ledger_notes(
             f"{part} {numbers.format_bytes(size)}" for part, size in largest if size > _WORTH_NAMING * peak
         )
         share = sum(wide.values()) / peak
-        notes.append(LedgerNote(f"{share:.0%} of the peak is still fp32 with {precision.name}: {named or 'little'}"))
+        notes.append(LedgerNote(f"{share:.0%} of its peak is still in fp32: {named or 'little'}"))
     if device.type == "cpu":
         found = find_format_support(describe_device(device), precision.needs)
         if not found.native:

@@ -136,7 +136,7 @@ def _build_parts_table(columns: Sequence[Ledger]) -> Table:
     peaks = (Span(numbers.format_bytes(column.peak), strong=True) for column in columns)
     rows += [(), (Span("peak", strong=True), *peaks)]
     if len({column.moment for column in columns}) > 1:
-        rows.append(("when", *(column.moment for column in columns)))
+        rows.append(("peak in", *(column.moment for column in columns)))
     return build_number_table("", [column.setting.precision for column in columns], rows)
 
 

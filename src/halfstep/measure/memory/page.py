@@ -39,7 +39,9 @@ def build_estimate_page(report: EstimateReport, command: str = "") -> Page:
         blocks += build_memory_blocks([one for one in columns if one.setting.recompute == columns[0].setting.recompute])
         for row in savings:
             if row.recompute == savings[0].recompute:
-                change = f"{abs(row.saved):.0%} {'less' if row.saved >= 0 else 'more'} than fp32 at batch {row.batch}"
+                change = (
+                    f"{abs(row.saved):.0%} {'less' if row.saved >= 0 else 'more'} memory than fp32 at batch {row.batch}"
+                )
                 why = f"; {row.why}" if row.why else ""
                 blocks.append(Paragraph(f"{row.precision}: {change}{why}", indent=True, gap=True))
     for device in report.devices:

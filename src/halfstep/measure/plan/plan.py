@@ -49,7 +49,7 @@ def explain_choice(choice: PlanCell, baseline: StepSetting, cells: Cells, facts:
     found = {"precision": _explain_precision(choice, baseline, cells)}
     if facts.has_images:
         other = replace(choice.setting, channels_last=not choice.setting.channels_last)
-        layouts = ("channels last", "plain") if choice.setting.channels_last else ("plain", "channels last")
+        layouts = ("channels last", "contiguous") if choice.setting.channels_last else ("contiguous", "channels last")
         found["layout"] = (
             f"{layouts[0]} {describe_cell_speed(choice, baseline)}; {layouts[1]} "
             f"{describe_cell_speed(cells.get(other), baseline)}"
@@ -123,7 +123,7 @@ def format_microbatches(setting: StepSetting) -> str:
 
 
 SECONDS = 180.0
-ELSEWHERE, HERE = "each arm in a separate process", "all arms in this process"
+ELSEWHERE, HERE = "each setting in a separate process", "all settings in this process"
 
 
 def plan(

@@ -15,8 +15,8 @@ PARTS = {
     DATA: "waiting for data",
     HOST: "Python and dispatch",
     COPIES: "casts and layout copies",
-    NARROW: "matrix work, narrow",
-    WIDE: "matrix work, fp32",
+    NARROW: "matrix work in narrow formats",
+    WIDE: "matrix work in fp32",
     OTHER: "other operations",
     UPDATE: "the optimizer's update",
 }

@@ -54,7 +54,7 @@ class Profile(JsonResult, PageResult):
         also = {cause.id: cause.sentence for cause in self.others}
         also |= {f"not measured: {name}": why for name, why in self.skipped.items()}
         if also:
-            blocks += [Heading("Also"), _build_pairs(also)]
+            blocks += [Heading("Other findings"), _build_pairs(also)]
         if self.conditions:
             blocks += [Heading("Conditions"), Paragraph(Span(describe_conditions(self.conditions), "dim"), indent=True)]
             if warning := describe_load_problem(self.conditions):
@@ -82,12 +82,14 @@ def _build_speed_blocks(facts: ProfileFacts) -> Iterator[Block]:
         rows[facts.asked] = f"{format_duration(race.asked)}, {gain}"
     feeding = facts.feeding
     if feeding is not None:
-        rows["with data"] = f"{format_duration(feeding.step)}, of which {format_duration(feeding.wait)} waiting"
+        rows["with data loading"] = (
+            f"{format_duration(feeding.step)}, of which {format_duration(feeding.wait)} waiting for data"
+        )
         if facts.with_data is not None:
             rows["speed-up with data loading"] = f"{facts.with_data:.2f}x"
     if facts.ceiling is not None:
-        rows["ceiling"] = f"{facts.ceiling:.2f}x if matrix work took no time at all"
-    yield Heading("Speed", "a step on a fixed batch")
+        rows["ceiling"] = f"{facts.ceiling:.2f}x if matrix work took no time"
+    yield Heading("Time of a step", "on a fixed batch")
     yield _build_pairs(rows)
 
 

@@ -22,7 +22,7 @@ def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
             f"`{facts.script.text(found.cast)[:60]}` makes `{found.module}` fp16, and the optimizer of line "
             f"{found.optimizer.lineno} trains it: updates below 1/2048 of a weight are lost, and GradScaler raises "
             "'Attempting to unscale FP16 gradients'",
-            "leave trained weights in fp32, and let torch.autocast compute in 16 bits",
+            "keep trainable weights in fp32, and let torch.autocast compute in 16 bits",
             _remove_cast(facts, found),
         )
 

@@ -34,7 +34,7 @@ def look(facts: ScriptFacts) -> Iterator[LocatedFinding]:
             call,
             f"{name}'s eps of {eps:g} is 0 in fp16, the format of `{found.module}` (line {found.cast.lineno}): a "
             "weight with gradient 0 is updated by 0 / 0, and is NaN after the first step",
-            "leave trained weights in fp32; or pass an eps that fp16 can represent: eps=1e-4",
+            "keep trainable weights in fp32; or pass an eps that fp16 can represent: eps=1e-4",
             _set_eps(facts, call, given),
         )
 
