@@ -13,7 +13,7 @@ from halfstep.clock import FEWEST_FOR_INTERVAL
 from halfstep.draw.notebook import PageResult
 from halfstep.json_data import JsonResult
 from halfstep.measure.conditions import Conditions, describe_active_flags, describe_load_problem
-from halfstep.measure.plan.choice import BASELINE_PRECISION, LadderCell, PlanCell, format_speed_interval
+from halfstep.measure.plan.choice import LadderCell, PlanCell, format_speed_interval
 from halfstep.measure.plan.not_measured import NotMeasuredReason
 from halfstep.measure.plan.probe import LossParity
 from halfstep.measure.plan.search import BatchGrowth
@@ -127,9 +127,7 @@ class Plan(JsonResult, PageResult):
         # "Stay in fp32" is a verdict only where a narrower format was measured or excluded for a reason.
         unseen = (NotMeasuredReason.NO_TIME, NotMeasuredReason.INTERRUPTED)
         seen = any(cell.speed or cell.cut not in unseen for cell in narrow)
-        extra = "" if text == BASELINE_PRECISION else f", with {text.removeprefix(f'{BASELINE_PRECISION}, ')}"
-        stay = "stay in fp32" if seen or not narrow else "no verdict, so fp32: nothing narrower was measured"
-        return f"{stay}{extra}"
+        return f"stay in {text}" if seen or not narrow else f"no verdict, so {text}: nothing narrower was measured"
 
     @property
     def speed_in_words(self) -> str:

@@ -236,7 +236,7 @@ class SettingTrials:
         return max(SHORT_PAIRS, min(FINAL_PAIRS, affordable))
 
     def _too_slow_reason(self, setting: StepSetting, limit: float) -> str:
-        if setting.compile:
+        if setting.compile and limit >= 1.0:
             return f"compiling took more than the {limit:.0f} s that were left for it"
         if limit < self._first_limit(setting):
             return NotMeasuredReason.NO_TIME
