@@ -90,15 +90,15 @@ def predicted(run: Path, photo: Path, out: Path) -> tuple[Any, dict[str, str]]:
 
 
 def agrees(scope: dict[str, Any], mask: Any, row: dict[str, str]) -> None:
-    """Of the names that the lines leave: `mask`, or `chances` and `classes`."""
+    """Of the names that the lines leave: `mask`, or `probabilities` and `classes`."""
     if mask is not None:
         said = scope["mask"] * (255 if len(scope["classes"]) == 2 else 1)
         assert said.shape == mask.shape
         assert (said == mask).mean() >= 0.999
         return
-    chances = np.asarray(scope["chances"])
-    assert scope["classes"][int(chances.argmax())] == row["class"]
-    assert float(chances.max()) == pytest.approx(float(row["score"]), abs=5e-3)
+    probabilities = np.asarray(scope["probabilities"])
+    assert scope["classes"][int(probabilities.argmax())] == row["class"]
+    assert float(probabilities.max()) == pytest.approx(float(row["score"]), abs=5e-3)
 
 
 def pasted(python: str, photo: Path) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_the_lines_that_are_printed_predict_what_halfstep_does(
     assert hashlib.sha256(file.read_bytes()).hexdigest() in summary
     assert f"{len(scope['model'].state_dict())} tensors" in summary
     said = " ".join(summary.split())
-    assert "checked on 3 validation images: the outputs are equal" in said
+    assert "checked on 3 validation images: the outputs differ from those of the run's model by at most 0" in said
     assert "the printed code, run on 3 validation images of the original size, predicts the same class as" in said
     with safe_open(file, "pt") as opened:
         told = opened.metadata()
@@ -148,7 +148,7 @@ def test_the_lines_that_are_printed_predict_what_halfstep_does(
 def test_the_lines_run_where_there_is_no_halfstep(trained: Any, photo: Path, name: str, tmp_path: Path) -> None:
     run = trained(name)
     told = json.loads(halfstep("export", run, "--out", tmp_path / "x.safetensors", "--json").stdout)
-    kept = "\nnp.savez({!r}, **({{'mask': mask}} if 'mask' in globals() else {{'chances': chances}}))\n"
+    kept = "\nnp.savez({!r}, **({{'mask': mask}} if 'mask' in globals() else {{'probabilities': probabilities}}))\n"
     file = tmp_path / "answer.npz"
     code = BLOCKED + told["python"].replace("photo.jpg", str(photo)) + kept.format(str(file))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

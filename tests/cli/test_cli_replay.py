@@ -190,7 +190,7 @@ def test_a_recipe_that_comes_with_halfstep(tmp_path: Path, monkeypatch: pytest.M
     assert report["command"].endswith("recipe.yaml optimizer.lr=0.002 --accept-recipe-change"), "what the recipe has"
     assert "optimizer.lr=0.002 --accept-recipe-change" in done.output, "as the run itself said"
     headings = re.findall(r"\n\n(\w.*?)(?:  |\n)", halfstep("replay", folder).stdout)
-    assert headings == ["The step", "Origin", "Run again", "Evidence", "What to do"]
+    assert headings == ["Failed step", "Origin", "Run again", "Evidence", "What to do"]
     shown = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
     assert re.findall(r"\n\n(\w.*?)(?:  |\n)", shown.split("```")[5]) == headings
 
@@ -217,7 +217,7 @@ def test_the_verdict_comes_first_and_the_command_last(failed: Path, task: Path, 
     for words in (
         "operation aten.mul",
         "module stretch",
-        "(largest number 65,504)",
+        "(its largest number is 65,504)",
         "as in the run: fp16 no nan",
     ):
         assert words in said

@@ -128,8 +128,8 @@ def test_classes_of_photographs_agree(tmp_path: Path) -> None:
         for row in csv.DictReader(file):
             scope: dict[str, Any] = {}
             exec(told["python"].replace("photo.jpg", str(tmp_path / "data" / row["file"])), scope)
-            assert scope["classes"][int(scope["chances"].argmax())] == row["class"]
-            assert float(scope["chances"].max()) == pytest.approx(float(row["score"]), abs=1e-4)
+            assert scope["classes"][int(scope["probabilities"].argmax())] == row["class"]
+            assert float(scope["probabilities"].max()) == pytest.approx(float(row["score"]), abs=1e-4)
 
 
 # -- the check itself -------------------------------------------------------------------------------------------------
@@ -169,10 +169,10 @@ def test_the_code_reads_files_of_every_depth_as_training_does(tmp_path: Path, ch
     image.save(file)
     task = made("segmentation", data={"channels": channels})
     text = build_loading_code(task, task.model(), signature, tmp_path / "none", "onnx", str(file))
-    functions = text.partition("def opened")[2].partition("def answer")[0]
+    functions = text.partition("def load_image")[2].partition("def predict")[0]
     scope: dict[str, Any] = {}
     names = "import numpy as np\nfrom PIL import Image, ImageOps\n"
-    exec(f"{names}def opened{functions}\nx = prepared(opened({str(file)!r}))", scope)
+    exec(f"{names}def load_image{functions}\nx = preprocess(load_image({str(file)!r}))", scope)
     expected = taken(file)
     assert expected.shape == (1, channels, 27, 40)
     assert torch.allclose(torch.from_numpy(scope["x"]), expected, atol=1e-6)
@@ -187,7 +187,7 @@ def test_pages_of_a_tiff_are_shrunk_too(tmp_path: Path) -> None:
     task = made("segmentation", data={"channels": 5})
     text = build_loading_code(task, task.model(), signature, tmp_path / "none", "onnx", str(tmp_path / "x.tiff"))
     head, _, rest = text.partition("session = ")
-    kept = head.replace("import onnxruntime as ort", "") + "def opened" + rest.partition("def opened")[2]
-    kept = kept.partition("classes = ")[0] + f"mask = prepared(opened({str(tmp_path / 'x.tiff')!r}))"
+    kept = head.replace("import onnxruntime as ort", "") + "def load_image" + rest.partition("def load_image")[2]
+    kept = kept.partition("classes = ")[0] + f"mask = preprocess(load_image({str(tmp_path / 'x.tiff')!r}))"
     (found,) = run_code([kept], signature, tmp_path)
     assert torch.allclose(torch.from_numpy(found), taken(tmp_path / "x.tiff"), atol=1e-6)

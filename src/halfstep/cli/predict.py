@@ -55,7 +55,7 @@ def run(
     task: OwnTask = None,
     json: Json = False,
 ) -> None:
-    """Predict masks or classes for images, or objects in clips; without FOLDER, a diffusion model generates samples.
+    """Predict masks or classes for images, or objects in video clips; a diffusion model generates samples.
 
     Writes pictures if the task draws them, and a table of values; or one picture of all samples. Settings after FOLDER
     change inference only, not the trained weights: model.guidance=4, or --sample_steps 100. A language model continues

@@ -31,7 +31,7 @@ def run(
     task: OwnTask = None,
     json: Json = False,
 ) -> None:
-    """Run a failed step again; find the operation that produced the NaN, whether precision is the cause, and a fix."""
+    """Run a failed step again; name the operation that produced the NaN, and report whether precision is the cause."""
     from halfstep.draw.terminal import show_page
     from halfstep.runs.replay import failed_steps, replay
 

@@ -47,7 +47,7 @@ def run(
     ] = None,
     list: Annotated[bool, create_flag_option("--list", "List the parts, and run nothing.")] = False,
 ) -> None:
-    """Test halfstep's guarantees on this device in a few minutes; print a table, write a JSON file for bug reports.
+    """Test halfstep's guarantees on this device in a few minutes; print a table, and write a JSON file for bug reports.
 
     Exit code 0: no part failed; a part that cannot run here is skipped, with the reason. 70: a part failed, and is
     named. 130: interrupted.

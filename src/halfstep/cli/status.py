@@ -27,7 +27,7 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Report whether a run is alive: exit code 0 if every rank makes progress or the run has finished, 76 if a rank
+    """Report whether a run is alive: exit code 0 if every rank is making progress or the run has finished, 76 if a rank
     has stalled, otherwise the exit code of the run.
 
     Ranks write a heartbeat every 5 seconds, less often if they are more than 250. Ranks of other hosts are watched

@@ -242,7 +242,7 @@ def _build_findings(asked: str, rungs: list[ConsideredPrecision], device: Device
     took = rungs[-1].name
     if took != asked:
         evidence = f"{took} is used instead of {asked} on {device.name}: {rungs[0].reason}"
-        fix = f"request {took}; or, to stop instead, set train.strict=true or, in Python, omit fallback=True"
+        fix = f"request {took}; or, for an error instead, set train.strict=true (in Python: omit fallback=True)"
         return (Finding(_SUBSTITUTED, "warning", evidence, fix),)
     can = find_format_support(device, resolve_precision_name(took).needs)
     if not can.native:

@@ -62,7 +62,7 @@ ELSEWHERE = {word: do for do, words in _INSTEAD.items() for word in words.split(
 ELSEWHERE |= {kind: f"--precision {kind}" for kind in FP8_KINDS}
 
 
-_LIST_SETTINGS = "halfstep recipes explain RECIPE, which lists the settings"
+_LIST_SETTINGS = "halfstep recipes explain RECIPE"
 
 
 def resolve_setting_key(word: str, fields: RecipeFields, flag: str = "") -> str:
@@ -82,7 +82,7 @@ def resolve_setting_key(word: str, fields: RecipeFields, flag: str = "") -> str:
         return meant[0]
     if meant:
         raise BadRecipe(f"{word} can mean several settings", allowed=", ".join(meant), do=f"write {meant[0]}=...")
-    settings = f"the {len(fields.by_key)} settings of a recipe"
+    settings = f"the {len(fields.by_key)} settings listed by `halfstep recipes explain RECIPE`"
     raise BadRecipe(
         f"there is no option or setting {flag[:80]}" if flag else f"there is no setting {word[:80]!r}",
         allowed=f"the options listed by --help, and {settings}" if flag else settings,

@@ -212,7 +212,7 @@ class TrainOptions(Section):
     global_batch: Annotated[PositiveInt | None, Also("global_batch_size")] = None
     """Samples per update over all ranks; `microbatches` is derived from it, with at most `batch_size` samples each."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """The random seed of initialization, shuffling and augmentation; by default one is drawn and recorded."""
+    """The random seed for initialization, shuffling and augmentation; by default one is drawn and recorded."""
     clip_norm: Annotated[
         PositiveFloat | None, Also("grad_clip", "gradient_clip_val", "max_grad_norm", "clip_grad", "gradient_clipping")
     ] = None
@@ -336,7 +336,7 @@ class RunOptions(Section):
     journal_mb: PositiveInt = 100
     """Megabytes after which journal.jsonl continues in a new file; the earlier files are kept."""
     tracker: Annotated[Literal["none", "tensorboard", "wandb", "mlflow"], Also("report_to")] = "none"
-    """The experiment tracker to which the journal's values are logged, too; for mlflow, set MLFLOW_TRACKING_URI."""
+    """The experiment tracker that also receives the values of the journal; for mlflow, set MLFLOW_TRACKING_URI."""
     pictures: NonNegativeInt = 4
     """The number of samples to show as pictures after each evaluation, in tasks with pictures."""
     pictures_kept: PositiveInt = 100

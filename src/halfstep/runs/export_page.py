@@ -103,8 +103,8 @@ def _describe_comparison(report: ExportReport) -> list[str]:
     if checked is None:
         return []
     return [
-        f"checked on {checked.images} {checked.source}: the outputs "
-        + (f"differ by at most {checked.max_difference:.2g}" if checked.max_difference else "are equal"),
+        f"checked on {checked.images} {checked.source}: the outputs differ from those of the run's model by at most "
+        f"{checked.max_difference:.2g}",
         *([_describe_code_check(checked.code, report.answer)] if checked.code else []),
         f"takes {checked.takes}",
     ]

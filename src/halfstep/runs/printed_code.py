@@ -89,8 +89,8 @@ def check_code(task: Task, model: nn.Module, signature: Signature, code: Code) -
 
 
 def run_code(texts: list[str], signature: Signature, folder: Path) -> list[Array]:
-    """Run each text and return what it left: its `mask`, or its `chances`. Raise `WrongUse` if one fails."""
-    name = "mask" if signature.answer == "mask" else "chances"
+    """Run each text and return what it left: its `mask`, or its `probabilities`. Raise `WrongUse` if one fails."""
+    name = "mask" if signature.answer == "mask" else "probabilities"
     place = folder / "answers.npz"
     # Absolute, because the process has another working folder: a file there must not be imported by accident.
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)

@@ -178,7 +178,7 @@ def _build_step_blocks(report: ReplayReport) -> tuple[Block, ...]:
             f"{_format_loss_figure(recorded.loss)}, gradient norm {_format_loss_figure(recorded.grad_norm)}{scale}",
         ),
     )
-    return Heading("The step", str(report.run)), Pairs(rows)
+    return Heading("Failed step", str(report.run)), Pairs(rows)
 
 
 def _build_culprit_blocks(culprit: Culprit) -> Iterator[Block]:
@@ -188,7 +188,7 @@ def _build_culprit_blocks(culprit: Culprit) -> Iterator[Block]:
         yield Pairs((("came in", f"{culprit.outside}, with {kinds} in it"),))
         return
     module = {"": "the model's own forward", OUTSIDE: "none: the loss"}.get(culprit.module, culprit.module)
-    made = f"{kinds} in {culprit.format} (largest number {format_number(culprit.limit)})"
+    made = f"{kinds} in {culprit.format} (its largest number is {format_number(culprit.limit)})"
     # An operation in fp32 that is not finite in a buffer may have a finite output.
     if culprit.in_fp32 is not None and culprit.limit < FP32.largest:
         made += f"; computed in fp32, up to {format_number(culprit.in_fp32)}"

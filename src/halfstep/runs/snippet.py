@@ -19,8 +19,8 @@ COLUMNS = 80
 WHOLE = 2**30
 """The tile of a model that takes whole images."""
 
-_OPENED = """\
-def opened(file):  # upright, {order}; gray of 16 or 32 bits as floats
+_LOAD_IMAGE = """\
+def load_image(file):  # upright, {order}; 16- and 32-bit gray as floats
     image = ImageOps.exif_transpose(Image.open(file))
     if image.mode == "P":
         image = image.convert("RGBA")
@@ -28,83 +28,84 @@ def opened(file):  # upright, {order}; gray of 16 or 32 bits as floats
         return image.convert("{order}").split()
     return {planes}
 """
-_PAGES = """\
-def opened(file):  # a TIFF with a gray page for each channel
+_LOAD_PAGES = """\
+def load_image(file):  # a TIFF with a gray page for each channel
     pages = ImageSequence.Iterator(Image.open(file))
     pages = [ImageOps.exif_transpose(page) for page in pages]
-    return [p.convert("L") if p.mode in "1L" else floats(p) for p in pages]
+    return [p.convert("L") if p.mode in "1L" else to_float(p) for p in pages]
 """
-_FLOATS = """\
-def floats(image):  # 16-bit values are scaled to 0 to 1
-    most = 65535 if "16" in image.mode else 1
-    return Image.fromarray(np.asarray(image, np.float32) / np.float32(most))
+_TO_FLOAT = """\
+def to_float(image):  # 16-bit values are scaled to [0, 1]
+    largest = 65535 if "16" in image.mode else 1
+    return Image.fromarray(np.asarray(image, np.float32) / np.float32(largest))
 """
 _PLANES = {
-    1: "[floats(image)]",
-    2: '[floats(image), Image.new("F", image.size, 1)]',
-    3: "[floats(image)] * 3",
-    4: '[floats(image)] * 3 + [Image.new("F", image.size, 1)]',
+    1: "[to_float(image)]",
+    2: '[to_float(image), Image.new("F", image.size, 1)]',
+    3: "[to_float(image)] * 3",
+    4: '[to_float(image)] * 3 + [Image.new("F", image.size, 1)]',
 }
 """The channels of a gray image that is deeper than 8 bits: repeated, and opaque."""
-_SHRUNK = """\
-def sized(image):  # at most {max_side} pixels on the longer side
-    share = min(1, {max_side} / max(image.size))
-    size = [max(1, round(side * share)) for side in image.size]
+_DOWNSCALE = """\
+def downscale(image):  # at most {max_side} pixels on the longer side
+    factor = min(1, {max_side} / max(image.size))
+    size = [max(1, round(side * factor)) for side in image.size]
     return image.resize(size, Image.BILINEAR)
 """
-_CUT = """\
-def sized(image):  # the shorter side becomes {resize}: the middle {crop} × {crop} of it
-    wide, high = image.size
-    short = min(wide, high)
-    size = int({resize} * wide / short), int({resize} * high / short)
+_CROP_CENTER = """\
+def crop_center(image):  # resize the shorter side to {resize}, crop {crop} × {crop}
+    width, height = image.size
+    short = min(width, height)
+    size = int({resize} * width / short), int({resize} * height / short)
     image = image.resize(size, Image.BILINEAR)
     left, top = (round((side - {crop}) / 2) for side in image.size)
     return image.crop((left, top, left + {crop}, top + {crop}))
 """
-_PREPARED = """\
-def prepared(images):  # 1 × {channels} × height × width, float32
-    def values(image):
-        most = 1 if image.mode == "F" else 255
-        return np.atleast_3d(np.asarray({sized}, np.float32) / most)
+_PREPROCESS = """\
+def preprocess(images):  # 1 × {channels} × height × width, float32
+    def to_array(image):
+        largest = 1 if image.mode == "F" else 255
+        return np.atleast_3d(np.asarray({resized}, np.float32) / largest)
     mean = np.float32({mean})
     std = np.float32({std})
-    x = (np.concatenate([values(image) for image in images], -1) - mean) / std
+    x = (np.concatenate([to_array(image) for image in images], -1) - mean) / std
     return np.ascontiguousarray(x.transpose(2, 0, 1)[None])
 """
-_TILES = """\
-def answer(x, tile={tile}, overlap={overlap}):  # large images in overlapping tiles
+_PREDICT_TILES = """\
+def predict(x, tile={tile}, overlap={overlap}):  # large images in overlapping tiles
     def starts(length):
         n = max(1, math.ceil((length - overlap) / (tile - overlap)))
         return [round(i * (length - tile) / max(n - 1, 1)) for i in range(n)]
     def ramp(n):
         return np.maximum(np.sin(np.pi * (np.arange(n) + 0.5) / n) ** 2, 1e-3)
-    high, wide = x.shape[2:]
-    h, w = min(tile, high), min(tile, wide)
+    height, width = x.shape[2:]
+    h, w = min(tile, height), min(tile, width)
     window = np.outer(ramp(h), ramp(w))
-    total, weight = np.zeros((1, {outputs}, high, wide)), np.zeros((high, wide))
-    for top in starts(high):
-        for left in starts(wide):
-            here = (..., slice(top, top + h), slice(left, left + w))
-            more = ((0, 0), (0, 0), (0, -h % {multiple}), (0, -w % {multiple}))
-            logits = forward(np.pad(x[here], more, "edge"))
-            total[here] += logits[..., :h, :w] * window
-            weight[here] += window
+    total = np.zeros((1, {outputs}, height, width))
+    weight = np.zeros((height, width))
+    for top in starts(height):
+        for left in starts(width):
+            area = (..., slice(top, top + h), slice(left, left + w))
+            padding = (0, 0), (0, 0), (0, -h % {multiple}), (0, -w % {multiple})
+            logits = forward(np.pad(x[area], padding, "edge"))
+            total[area] += logits[..., :h, :w] * window
+            weight[area] += window
     return total / weight
 """
-_ENLARGED = """\
-def enlarged(logits, size):  # as large as the photograph
+_UPSCALE = """\
+def upscale(logits, size):  # to the size of the photograph
     maps = [Image.fromarray(x.astype(np.float32)) for x in logits]
     return np.stack([np.asarray(x.resize(size, Image.BILINEAR)) for x in maps])
 """
-_CHANCES = """\
-logits = forward(prepared(opened({photo})))[0]
-chances = np.exp(logits - logits.max())
-chances /= chances.sum()
-for number in chances.argsort()[::-1][:5]:
-    print(f"{{classes[number]}}: {{chances[number]:.3f}}")
+_PRINT_CLASSES = """\
+logits = forward(preprocess(load_image({photo})))[0]
+probabilities = np.exp(logits - logits.max())
+probabilities /= probabilities.sum()
+for number in probabilities.argsort()[::-1][:5]:
+    print(f"{{classes[number]}}: {{probabilities[number]:.3f}}")
 """
-_MASK = """\
-photo = opened({photo})
+_PRINT_MASK = """\
+photo = load_image({photo})
 logits = {logits}
 mask = {chosen}  # height × width: class index
 for number, name in enumerate(classes):
@@ -200,21 +201,23 @@ def _build_timm_lines(options: Any, data: Any, model: Any) -> list[str]:
 
 def _build_usage_lines(signature: Signature, photo: str) -> list[str]:
     taken = signature.preprocessing
-    resizes = taken.max_side is not None or taken.resize is not None
-    sized = "sized(image)" if resizes else "image"
+    shrinks = taken.max_side is not None and taken.resize is None
+    resized = "crop_center(image)" if taken.resize is not None else "downscale(image)" if shrinks else "image"
     parts = [
-        _PAGES if taken.channels not in MODES else _OPENED.format(order=taken.order, planes=_PLANES[taken.channels]),
-        _FLOATS,
-        *([_SHRUNK.format(max_side=taken.max_side)] if resizes and taken.resize is None else []),
-        *([_CUT.format(resize=taken.resize, crop=taken.crop)] if taken.resize is not None else []),
-        _PREPARED.format(channels=taken.channels, mean=list(taken.mean), std=list(taken.std), sized=sized),
+        _LOAD_PAGES
+        if taken.channels not in MODES
+        else _LOAD_IMAGE.format(order=taken.order, planes=_PLANES[taken.channels]),
+        _TO_FLOAT,
+        *([_DOWNSCALE.format(max_side=taken.max_side)] if shrinks else []),
+        *([_CROP_CENTER.format(resize=taken.resize, crop=taken.crop)] if taken.resize is not None else []),
+        _PREPROCESS.format(channels=taken.channels, mean=list(taken.mean), std=list(taken.std), resized=resized),
     ]
     if signature.answer == "mask":
         tile = taken.tile or WHOLE
         many = {"outputs": signature.outputs, "multiple": taken.multiple, "tile": tile, "overlap": taken.overlap}
-        parts.append(_TILES.format(**many))
+        parts.append(_PREDICT_TILES.format(**many))
     if signature.answer == "mask" and taken.max_side is not None:
-        parts.append(_ENLARGED)
+        parts.append(_UPSCALE)
     names = pprint.pformat(signature.classes, width=COLUMNS - len("classes = "), indent=4, compact=True)
     code = [line for part in parts for line in ("", part)]
     return [*code, "", f"classes = {names}", _format_answer_code(signature, photo).rstrip()]
@@ -222,8 +225,8 @@ def _build_usage_lines(signature: Signature, photo: str) -> list[str]:
 
 def _format_answer_code(signature: Signature, photo: str) -> str:
     if signature.answer == "class":
-        return _CHANCES.format(photo=json.dumps(photo))
-    logits = "answer(prepared(photo))[0]"
-    logits = logits if signature.preprocessing.max_side is None else f"enlarged({logits}, photo[0].size)"
+        return _PRINT_CLASSES.format(photo=json.dumps(photo))
+    logits = "predict(preprocess(photo))[0]"
+    logits = logits if signature.preprocessing.max_side is None else f"upscale({logits}, photo[0].size)"
     chosen = "(logits[0] > 0).astype(np.uint8)" if signature.outputs == 1 else "logits.argmax(0).astype(np.uint8)"
-    return _MASK.format(photo=json.dumps(photo), logits=logits, chosen=chosen)
+    return _PRINT_MASK.format(photo=json.dumps(photo), logits=logits, chosen=chosen)

@@ -35,8 +35,8 @@ def check_trained_weights_wide(trained: Iterable[Tensor], model: nn.Module, name
     frozen = any(not p.requires_grad for p in model.parameters())
     raise WrongUse(
         f"trainable weights stored in 16 bits: {format_first_names(narrow)}",
-        allowed="trainable weights in fp32, or weight_format='bf16-split' or 'bf16-stochastic'; 16-bit storage for "
-        "frozen weights only, because small updates are lost to rounding",
+        allowed="trainable weights in fp32, or with weight_format='bf16-split' or 'bf16-stochastic', because plain "
+        "16-bit weights lose small updates to rounding; frozen weights in 16 bits",
         do=f"{_ONLY_TRAINED if frozen else 'model.float()'} before building the optimizer, or "
         "Stepper(..., weight_format='bf16-split')",
         id=TRAINED,

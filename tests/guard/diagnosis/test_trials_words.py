@@ -13,7 +13,7 @@ from halfstep.observe.nonfinite_origin import NonfiniteOrigins, NonfiniteSource
 from halfstep.observe.recorder import Recorder
 
 X = torch.tensor([[0.0, 1.0, -2.0], [4.0, 2.0, 1.0]])
-TOO_LARGE = "overflows fp32 (largest number 3.4e+38)"
+TOO_LARGE = "overflows fp32 (its largest number is 3.4e+38)"
 ALL_HIDDEN = "is over a row that is all -inf"
 
 

@@ -107,7 +107,7 @@ def test_a_range_that_fp32_lacks_in_a_first_step_is_no_divergence() -> None:
     """Nothing has grown: the code makes such numbers of ordinary ones."""
     found = verdict_on(plain_model(), after(lambda h: (h * 0 + 100).exp()), torch.randn(4, 8))
     assert found.cause == "code"
-    assert "overflows fp32 (largest number 3.4e+38)" in found.sentence
+    assert "overflows fp32 (its largest number is 3.4e+38)" in found.sentence
     assert any("no sign of divergence" in text for text in found.evidence)
 
 

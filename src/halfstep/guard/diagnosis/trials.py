@@ -336,7 +336,7 @@ def _describe_other(made: NonfiniteSource) -> str:
             f"{format_number(_find_largest_input(made))}"
         )
     format = made.format if made.format in FORMATS else FP32.name
-    return f"overflows {format} (largest number {format_number(find_format_limit(format))})"
+    return f"overflows {format} (its largest number is {format_number(find_format_limit(format))})"
 
 
 def _find_largest_input(made: NonfiniteSource) -> float:

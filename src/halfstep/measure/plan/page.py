@@ -191,7 +191,7 @@ def _build_plan_verdict(plan: Plan) -> Iterator[Block]:
     yield Paragraph(f"{plan.name}: {changed or 'with its current settings'}")
     native = [name for name, found in plan.formats.items() if found.native]
     lacking = [name for name, found in plan.formats.items() if not found.native]
-    formats = f"computes in {', '.join(native)}" + (f"; not in {', '.join(lacking)}" if lacking else "")
+    formats = f"native formats: {', '.join(native)}" + (f"; not native: {', '.join(lacking)}" if lacking else "")
     yield Paragraph(Span(f"{plan.device.name}: {formats}", "dim"))
     if any(cell.cut == NotMeasuredReason.NO_TIME for cell in plan.ladder):
         # Three times the seconds, in whole minutes.
@@ -213,7 +213,7 @@ def _list_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     for part, reason in plan.reasons.items():
         yield part, f"stay in fp32: {reason}" if part == "precision" and plan.stay else reason
     proof = (
-        "; this is a smoke test: for a full comparison, run `halfstep bench`"
+        "; a plan compares losses only as a smoke test: for a full comparison, run `halfstep bench`"
         if plan.choice.setting != plan.baseline
         else ""
     )

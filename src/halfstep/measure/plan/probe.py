@@ -115,7 +115,7 @@ def _decide_without_comparison(fp32: Sequence[float], other: Sequence[float], up
     if not other:
         return LossParity("fails", "no update was applied")
     if not updates:
-        return LossParity("can't tell", f"there is no time for {FEWEST_RUNS} more fp32 runs of {FEWEST} updates")
+        return LossParity("can't tell", f"there was no time for {FEWEST_RUNS} more fp32 runs of {FEWEST} updates")
     if not all(map(math.isfinite, fp32[:updates])):
         return LossParity("can't tell", "the loss of strict fp32 itself is not finite")
     seen = min(len(fp32), len(other))

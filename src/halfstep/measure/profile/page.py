@@ -86,10 +86,10 @@ def _build_speed_blocks(facts: ProfileFacts) -> Iterator[Block]:
             f"{format_duration(feeding.step)}, of which {format_duration(feeding.wait)} waiting for data"
         )
         if facts.with_data is not None:
-            rows["speed-up with data loading"] = f"{facts.with_data:.2f}x"
+            rows["speed-up with data loading"] = f"{facts.with_data:.2f}x of strict fp32"
     if facts.ceiling is not None:
-        rows["ceiling"] = f"{facts.ceiling:.2f}x if matrix work took no time"
-    yield Heading("Time of a step", "on a fixed batch")
+        rows["largest possible speed-up"] = f"{facts.ceiling:.2f}x if matrix work took no time"
+    yield Heading("Time of a step", "on a fixed batch, unless noted")
     yield _build_pairs(rows)
 
 
