@@ -130,7 +130,7 @@ def never_comes_back() -> None:
 
 @pytest.mark.parametrize("number", [None, signal.SIGSTOP])
 def test_a_rank_that_hangs_is_ended_and_its_stack_shown(number: signal.Signals | None) -> None:
-    ranks = Ranks(2, deadline=2.0)
+    ranks = Ranks(2, deadline=4.0)
     try:
         assert ranks(raises_on, 9) == [0, 1]
         ranks.begin(sleeps_on, [1])
@@ -141,7 +141,7 @@ def test_a_rank_that_hangs_is_ended_and_its_stack_shown(number: signal.Signals |
     finally:
         ranks.stop()
     assert (good.value, good.failure) == (0, "")
-    assert hung.failure.startswith("hung for 2 s, here:")
+    assert hung.failure.startswith("hung for 4 s, here:")
     assert "never_comes_back" in hung.failure or number is not None
     assert "_serve" in hung.failure
     with pytest.raises(ProcessLookupError):
