@@ -42,6 +42,8 @@ def use_process_group(group: Any) -> Iterator[None]:
 
 LOOK = timedelta(seconds=0.5)
 """How long a rank waits in a collective before it checks whether another one has failed."""
+GLANCE = timedelta(milliseconds=1)
+"""The shortest wait in a collective: torch takes 0 for no limit."""
 _peers: Peers | None = None
 _waiting: set[int] = set()
 """The threads that wait for another rank."""
@@ -81,37 +83,42 @@ def check_peers() -> None:
 
 
 def wait_for_collective(work: Any, look: Callable[[], None] = check_peers, until: float | None = None) -> None:
-    """Wait until a collective is done, and call `look` twice a second; raise TimeoutError after `until`.
-
-    With a GPU the host does not wait here, but where it reads the numbers.
-    """
-    if until is None or time.monotonic() < until:
-        if _is_collective_done(work):
-            return
-        with mark_thread_waiting():
-            while until is None or time.monotonic() < until:
-                look()
-                if _is_collective_done(work):
-                    return
+    """Wait on the host until a collective is done, and call `look` twice a second; raise TimeoutError after `until`."""
+    # The time is taken before each look: a collective that the look finds done is done, however long the thread waited
+    # for its turn meanwhile.
+    is_late = until is not None and time.monotonic() >= until
+    if _is_collective_done(work, GLANCE if is_late else LOOK):
+        return
+    with mark_thread_waiting():
+        while not is_late:
+            look()
+            is_late = until is not None and time.monotonic() >= until
+            if _is_collective_done(work, LOOK):
+                return
     raise TimeoutError("the other ranks did not come")
 
 
-def _is_collective_done(work: Any) -> bool:
+def _is_collective_done(work: Any, limit: timedelta) -> bool:
     try:
-        work.wait(LOOK)
+        work.wait(limit)
     except RuntimeError:
-        # A timeout of `wait` raises the same RuntimeError as a failed collective, which is completed.
-        if work.is_completed():
-            raise
-        return False
+        # A timeout of `wait` and a failed collective raise the same RuntimeError.
+        if not work.is_completed():
+            return False
+        # Completed is not failed: it may have succeeded after the timeout, while this thread waited for the
+        # interpreter. A second `wait` returns at once, or raises the collective's own error.
+        work.wait()
     return True
 
 
-def _finish_collective(work: Any, tensor: Tensor) -> None:
-    # On a device, `wait` with a timeout would block the host.
+def finish_collective(
+    work: Any, tensor: Tensor, look: Callable[[], None] = check_peers, until: float | None = None
+) -> None:
+    """Finish a collective of this tensor: as `wait_for_collective` on a CPU; on a device the host does not wait."""
     if tensor.is_cpu:
-        wait_for_collective(work)
+        wait_for_collective(work, look, until)
     else:
+        # Without a timeout, after which NCCL aborts its communicators: a rank that is late would end the run.
         work.wait()
 
 
@@ -154,7 +161,7 @@ def sum_counts_over_ranks(numbers: Tensor) -> Tensor:
         raise ValueError(f"{numbers.numel()} numbers to agree on; at most {LARGEST_AGREEMENT}")
     # A copy: all_reduce works in place, and the caller may still need its own numbers.
     total = numbers.to(torch.float64, copy=True)
-    _finish_collective(dist.all_reduce(total, group=_group.get(), async_op=True), total)
+    finish_collective(dist.all_reduce(total, group=_group.get(), async_op=True), total)
     return total
 
 
@@ -163,7 +170,7 @@ def sum_tensor_over_ranks(numbers: Tensor) -> Tensor:
     if not _is_distributed():
         return numbers
     total = numbers.to(_choose_collective_device(_group.get()), copy=True)
-    _finish_collective(dist.all_reduce(total, group=_group.get(), async_op=True), total)
+    finish_collective(dist.all_reduce(total, group=_group.get(), async_op=True), total)
     return total
 
 
@@ -171,7 +178,7 @@ def compare_across_ranks(numbers: Tensor, group: Any = None) -> Tensor:
     """Return, for each of these integers, whether all ranks of a group have the same."""
     # The complement of the largest complement is the smallest: one collective finds both ends.
     ends = torch.stack([numbers, ~numbers]).to(_choose_collective_device(group))
-    _finish_collective(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), ends)
+    finish_collective(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), ends)
     return ends[0] == ~ends[1]
 
 
@@ -179,7 +186,7 @@ def gather_rank_numbers(numbers: Tensor, group: Any = None) -> tuple[list[int], 
     """Return the ranks of a group, and the numbers of each; every rank of the group has as many."""
     own = numbers.to(_choose_collective_device(group))
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    _finish_collective(dist.all_gather(found, own, group=group, async_op=True), own)
+    finish_collective(dist.all_gather(found, own, group=group, async_op=True), own)
     whole = dist.group.WORLD if group is None else group
     return dist.get_process_group_ranks(whole), [one.tolist() for one in found]
 
@@ -244,12 +251,12 @@ def broadcast_text(text: str) -> str:
     encoded = text.encode() if rank() == 0 else b""
     # The other ranks must allocate before they receive, so the length is sent first.
     length = torch.tensor([len(encoded)], device=_choose_collective_device(group))
-    _finish_collective(dist.broadcast(length, group=group, group_src=0, async_op=True), length)
+    finish_collective(dist.broadcast(length, group=group, group_src=0, async_op=True), length)
     content = torch.zeros(int(length.item()), dtype=torch.uint8)
     if rank() == 0:
         content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     content = content.to(length.device)
-    _finish_collective(dist.broadcast(content, group=group, group_src=0, async_op=True), content)
+    finish_collective(dist.broadcast(content, group=group, group_src=0, async_op=True), content)
     return bytes(content.tolist()).decode()
 
 
@@ -264,10 +271,10 @@ def gather_texts(text: str) -> list[str]:
     lengths = torch.zeros(ranks, dtype=torch.int64, device=encoded.device)
     lengths[mine] = len(encoded)
     # Summing rows that are zero on all other ranks is an all-gather, once the common length is known.
-    _finish_collective(dist.all_reduce(lengths, group=group, async_op=True), lengths)
+    finish_collective(dist.all_reduce(lengths, group=group, async_op=True), lengths)
     padded = torch.zeros(ranks, int(lengths.max()), dtype=torch.uint8, device=encoded.device)
     padded[mine, : len(encoded)] = encoded
-    _finish_collective(dist.all_reduce(padded, group=group, async_op=True), padded)
+    finish_collective(dist.all_reduce(padded, group=group, async_op=True), padded)
     return [bytes(row[:length].tolist()).decode().strip() for row, length in zip(padded, lengths.tolist(), strict=True)]
 
 
@@ -322,7 +329,7 @@ def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
     """Overwrite every rank's tensors with rank 0's, in place."""
     if _is_distributed():
         for tensor in tensors:
-            _finish_collective(
+            finish_collective(
                 dist.broadcast(tensor.detach(), group=_group.get(), group_src=0, async_op=True), tensor.detach()
             )
 
@@ -389,12 +396,18 @@ class RankGroup:
         # Asked again and again: a wait of the store itself cannot be ended from another thread before its timeout.
         began, pause = time.monotonic(), 0.001
         looks = began + LOOK.total_seconds()
-        while not self._client.check(keys):
-            if time.monotonic() > looks:
+        while True:
+            # Before the question: an answer that is there counts, even if this thread had to wait for its turn.
+            now = time.monotonic()
+            if self._client.check(keys):
+                return
+            if now > looks:
                 looks += LOOK.total_seconds()
                 self._look()
-            if time.monotonic() > min(self._ends, began + ANSWER_WITHIN):
+            if now > min(self._ends, began + ANSWER_WITHIN):
                 silent = [int(key.rpartition("/")[2]) for key in keys if not self._client.check([key])]
+                if not silent:
+                    return
                 self._broken = f"no answer from {format_rank_numbers(silent)} for {time.monotonic() - began:.0f} s"
                 raise TimeoutError(self._broken)
             time.sleep(pause)

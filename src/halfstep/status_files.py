@@ -12,7 +12,16 @@ from halfstep.files import parse_known_fields, read_json
 from halfstep.ownership import RecordedProcess, is_process_alive
 
 RUNNING, ENDED = "running", "ended"
+HEARTBEAT = 5.0
+"""Seconds between two writes of a rank; more with many ranks, see `compute_heartbeat`."""
+WRITES = 50.0
+"""Status files that all ranks together write in a second: a shared file system has other work."""
 _NAME = re.compile(r"status\.rank-([0-9]{5})\.json")
+
+
+def compute_heartbeat(ranks: int) -> float:
+    """Return the seconds between two writes of each of so many ranks."""
+    return max(HEARTBEAT, ranks / WRITES)
 
 
 def name_status_file(rank: int) -> str:

@@ -53,7 +53,7 @@ def judged(folder: Path, max_age: float = 30.0, rank: int | None = None) -> tupl
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"age": 10.0}, ("alive", 0)),
+        ({"age": 1.0}, ("alive", 0)),
         (ended(0, age=1e6), ("finished", 0)),
         *[(ended(code, age=1e6), ("ended", code)) for code in (65, 70, 74, 75, 76, 78, 80, 81, 130)],
         (ended(300), ("ended", 70)),
@@ -69,7 +69,7 @@ def test_one_rank_of_this_host(tmp_path: Path, said: dict[str, Any], expected: t
 
 def test_a_process_that_stands_still_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_is_gone", lambda status: False)  # this process may be younger than that
-    monkeypatch.setattr(liveness, "_watch_ranks", lambda folder, statuses, limits: {})
+    monkeypatch.setattr(liveness, "_watch_ranks", lambda *watched: {})
     write(tmp_path, age=40.0)
     assert judged(tmp_path, 30) == ("silent", 76)
     assert judged(tmp_path, 50) == ("alive", 0)
@@ -115,6 +115,48 @@ def test_another_host_is_watched_and_its_clock_is_not_read(tmp_path: Path, age: 
     thread = beating(tmp_path, 0, **ended(80))
     assert judged(tmp_path, 30.0) == ("ended", 80), "it ended while it was watched"
     thread.join()
+
+
+def test_ranks_of_other_hosts_are_watched_at_the_same_time(tmp_path: Path) -> None:
+    for rank in range(16):
+        write(tmp_path, rank, world=16, host=f"node{rank}")
+    looks: list[liveness.RankWatch] = []
+    started = time.monotonic()
+    found = judge_run(tmp_path, 1.0, None, looks.append)
+    assert time.monotonic() - started < 4.0, "one wait, not one per rank"
+    assert (found.state, found.code, len(found.ranks)) == ("silent", 76, 16)
+    assert [one.rank for one in found.ranks] == list(range(16))
+    assert (looks[0].watched, looks[0].heartbeat) == (16, 5.0)
+    assert looks[0].left == pytest.approx(1.0)
+    assert looks[-1].left < looks[0].left
+
+
+def test_the_limit_is_kept_with_many_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A look at many files is rare: a tenth of a heartbeat, which is longer than the limit here.
+    monkeypatch.setattr(liveness, "WRITES", 0.1)
+    for rank in range(3):
+        write(tmp_path, rank, world=3, host=f"node{rank}")
+    started = time.monotonic()
+    assert judged(tmp_path, 0.3) == ("silent", 76)
+    assert time.monotonic() - started < 2.0
+
+
+def test_a_probe_of_one_rank_knows_the_heartbeat_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 1,000 ranks write every 20 s: a process that is not found by its number has two of these.
+    monkeypatch.setattr(liveness, "WRITES", 1000.0)
+    write(tmp_path, 3, world=1000, pid=2**22 + 1)
+    looks: list[liveness.RankWatch] = []
+    judge_run(tmp_path, 60.0, 3, looks.append)
+    assert (looks[0].watched, round(looks[0].left, 1)) == (1, 2.0)
+
+
+def test_the_first_line_of_a_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, world=2, host=f"node{rank}", beat=3)
+    assert _probe.answer(_probe.StatusQuery(tmp_path, 1, None, True)) == 76
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["state"] == "silent", "the answer is alone on stdout"
+    assert printed.err == "watching 2 ranks: a heartbeat every 5 s, at most 1 s left\n"
 
 
 def test_a_number_that_another_process_got_is_not_alive(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from halfstep.printable import escape_to_one_line
 
 if TYPE_CHECKING:
-    from halfstep.runs.liveness import RunLiveness
+    from halfstep.runs.liveness import RankWatch, RunLiveness
 
 COMMAND = "status"
 MAX_AGE, LEAST_AGE, LARGEST_AGE, LARGEST_RANK = 60, 1, 10**6, 99_999
@@ -55,8 +55,12 @@ def parse_status_query(words: list[str]) -> StatusQuery | None:
 def answer(asked: StatusQuery) -> int:
     """Print the state of a run, and return the exit code; raise BadData for a folder without a run."""
     from halfstep.runs.liveness import judge_run
+    from halfstep.status_line import clear_status_line
 
-    found = judge_run(asked.run, asked.max_age, asked.rank)
+    try:
+        found = judge_run(asked.run, asked.max_age, asked.rank, _WatchLine().show)
+    finally:
+        clear_status_line()
     if asked.json:
         ranks = [one._asdict() for one in found.ranks]
         content = {**found._asdict(), "run": str(found.run), "max_age": asked.max_age, "ranks": ranks}
@@ -66,6 +70,22 @@ def answer(asked: StatusQuery) -> int:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     return found.code
+
+
+class _WatchLine:
+    """The line about ranks that are being watched: one in a log, on a terminal with the time left."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def show(self, watch: RankWatch) -> None:
+        # On stderr: stdout has the answer alone, for programs that read it.
+        from halfstep.status_line import show_on_terminal, show_status
+
+        ranks = f"{watch.watched:,} ranks" if watch.watched > 1 else "1 rank"
+        line = f"watching {ranks}: a heartbeat every {watch.heartbeat:.0f} s, at most {max(watch.left, 0):.0f} s left"
+        (show_status if self._is_first else show_on_terminal)(line)
+        self._is_first = False
 
 
 def _describe_status(found: RunLiveness) -> str:

@@ -8,13 +8,13 @@ found here by its number, is watched until its file changes: each write raises `
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from halfstep.errors import HUNG, SOFTWARE, TRY_AGAIN, BadData
 from halfstep.files import read_json
-from halfstep.status_files import ENDED, RankStatusRecord, read_status
+from halfstep.status_files import ENDED, WRITES, RankStatusRecord, compute_heartbeat, read_status
 
 RESULT = "result.json"
 MOVING, SILENT = "moving", "silent"
@@ -25,8 +25,6 @@ MOST_RANKS = 100_000
 FOR_A_BEAT = 12.0
 """Seconds in which a rank of this host writes at least once, where its process is not found or the clock was set back;
 more with many ranks."""
-RANKS_A_SECOND = 50.0
-"""Status files that all ranks together write in a second, as `train.watchdog` has it."""
 PAUSE = 0.5
 LONGEST = 1000
 
@@ -59,8 +57,29 @@ class RunLiveness(NamedTuple):
     ranks: list[RankLiveness]
 
 
-def judge_run(folder: Path, max_age: float, rank: int | None = None) -> RunLiveness:
+class RankWatch(NamedTuple):
+    """Ranks that this host cannot judge by itself: their files are read until each has changed."""
+
+    watched: int
+    """Ranks that have written nothing yet since the watch started."""
+    heartbeat: float
+    """Seconds between two heartbeats of a rank."""
+    left: float
+    """Seconds until the last of them counts as silent."""
+
+
+OnWatch = Callable[[RankWatch], None]
+
+
+def ignore_watch(watch: RankWatch) -> None:
+    """Show nothing: for callers without a terminal."""
+
+
+def judge_run(folder: Path, max_age: float, rank: int | None = None, on_watch: OnWatch = ignore_watch) -> RunLiveness:
     """Return whether all ranks of a run move, or one of them; waits for other hosts up to `max_age` seconds.
+
+    All ranks are watched at the same time, so the wait does not grow with their number. `on_watch` is called when the
+    watch starts and after each look.
 
     The code is 0 for a run that moves or finished, 76 where a rank wrote no heartbeat for `max_age` seconds, else the
     exit code of the run. Raises BadData for a folder without the status of a run.
@@ -74,7 +93,7 @@ def judge_run(folder: Path, max_age: float, rank: int | None = None) -> RunLiven
             allowed="the folder of a run that has started; ranks write their status after the rendezvous",
             do="give the run's own folder; `halfstep runs DIR` lists those of a folder",
         )
-    ranks = _judge_ranks(folder, statuses, max_age)
+    ranks = _judge_ranks(folder, statuses, max_age, on_watch)
     return _judge_liveness(folder, ranks, {rank for rank, status in statuses.items() if status and status.restartable})
 
 
@@ -89,12 +108,14 @@ def _read_statuses(folder: Path) -> dict[int, RankStatusRecord | None]:
     return found
 
 
-def _judge_ranks(folder: Path, statuses: Mapping[int, RankStatusRecord | None], max_age: float) -> list[RankLiveness]:
+def _judge_ranks(
+    folder: Path, statuses: Mapping[int, RankStatusRecord | None], max_age: float, on_watch: OnWatch
+) -> list[RankLiveness]:
     judged: dict[int, RankLiveness] = {}
     watched: dict[int, float] = {}
     """The seconds for which a rank is watched at most."""
     now = time.time()
-    grace = min(max_age, max(FOR_A_BEAT, 2 * len(statuses) / RANKS_A_SECOND))
+    grace = min(max_age, max(FOR_A_BEAT, 2 * _count_ranks(statuses) / WRITES))
     for rank, status in statuses.items():
         if status is not None and status.state == ENDED:
             judged[rank] = _build_ended_rank(rank, status)
@@ -109,18 +130,26 @@ def _judge_ranks(folder: Path, statuses: Mapping[int, RankStatusRecord | None], 
             watched[rank] = grace
         else:
             judged[rank] = _build_rank_liveness(rank, status, MOVING, age, "")
-    return [(judged | _watch_ranks(folder, statuses, watched))[rank] for rank in statuses]
+    judged |= _watch_ranks(folder, statuses, watched, on_watch)
+    return [judged[rank] for rank in statuses]
 
 
 def _watch_ranks(
-    folder: Path, statuses: Mapping[int, RankStatusRecord | None], limits: Mapping[int, float]
+    folder: Path,
+    statuses: Mapping[int, RankStatusRecord | None],
+    limits: Mapping[int, float],
+    on_watch: OnWatch,
 ) -> dict[int, RankLiveness]:
     """Read the files of some ranks until each has changed, at most as long as its limit."""
     judged: dict[int, RankLiveness] = {}
     launches = {status.launch for status in statuses.values() if status}
-    began = time.monotonic()
+    heartbeat = compute_heartbeat(_count_ranks(statuses))
+    began, waited = time.monotonic(), 0.0
     while left := {rank: limit for rank, limit in limits.items() if rank not in judged}:
-        time.sleep(max(PAUSE, len(left) / RANKS_A_SECOND / 10))
+        on_watch(RankWatch(len(left), heartbeat, max(left.values()) - waited))
+        # Not beyond the nearest limit: a pause that is long for the sake of many files would add to it.
+        pause = max(PAUSE, len(left) / WRITES / 10)
+        time.sleep(max(min(pause, min(left.values()) - waited), 0.0))
         waited = time.monotonic() - began
         for rank, limit in left.items():
             status = read_status(folder, rank)
@@ -134,6 +163,12 @@ def _watch_ranks(
             elif waited >= limit:
                 judged[rank] = _build_rank_liveness(rank, status, SILENT, waited, _explain_silence(status, waited))
     return judged
+
+
+def _count_ranks(statuses: Mapping[int, RankStatusRecord | None]) -> int:
+    """Return the number of ranks of the run, of which only one may be asked for."""
+    worlds = (status.world or 1 for status in statuses.values() if status)
+    return max(len(statuses), min(max(worlds, default=1), MOST_RANKS))
 
 
 def _explain_silence(status: RankStatusRecord | None, waited: float) -> str:

@@ -55,31 +55,35 @@ class Ranks:
         total = numbers.to(torch.float64, copy=True)
         with self.explained():
             # Asynchronous: a blocking call could not be left when another rank fails, before the backend's own timeout.
-            self.wait(dist.all_reduce(total, group=self.group, async_op=True))
+            self._finish(dist.all_reduce(total, group=self.group, async_op=True), total)
         return total
 
     def wait(self, work: Any, *, until: float | None = None) -> None:
-        """Wait until a collective is done, while checking for failed ranks; raise TimeoutError after `until`.
+        """Wait on the host until a collective is done, while checking for failed ranks.
 
-        With a GPU the host does not wait here, but where it reads the numbers.
+        Raises TimeoutError after `until`.
         """
         distributed.wait_for_collective(work, self.look, until)
+
+    def _finish(self, work: Any, tensor: Tensor) -> None:
+        # With a GPU the host waits where it reads the numbers.
+        distributed.finish_collective(work, tensor, self.look)
 
     def send_from_rank_zero(self, tensor: Tensor) -> None:
         """Overwrite a tensor with rank 0's, in place."""
         with self.explained():
-            self.wait(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True))
+            self._finish(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True), tensor)
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a tensor of any size over all ranks, in place."""
         with self.explained():
-            self.wait(dist.all_reduce(tensor, group=self.group, async_op=True))
+            self._finish(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Return the largest number over all ranks, of each element."""
         found = tensor.clone()
         with self.explained():
-            self.wait(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True))
+            self._finish(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True), found)
         return found
 
     def collectives(self) -> int:

@@ -110,13 +110,17 @@ def _wait_for_ranks(store: Any, rank: int, size: int, until: float) -> Peers:
     store.set(f"here/{rank}", "")
     everyone = [f"here/{other}" for other in range(size)]
     try:
-        while not store.check(["all"]):
+        while True:
+            # Before the questions: a rank that is there counts, even if this process had to wait for its turn.
+            is_late = time.monotonic() > until
+            if store.check(["all"]):
+                break
             if rank == 0 and store.check(everyone):
                 store.set("all", "")
                 break
             if store.check(["left"]):
                 raise build_not_begun_error(store.get("left").decode())
-            if time.monotonic() > until:
+            if is_late:
                 missing = [other for other, key in enumerate(everyone) if not store.check([key])]
                 given = (
                     f"{distributed.format_rank_numbers(missing)} did not come" if missing else "rank 0 did not answer"

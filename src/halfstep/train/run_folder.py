@@ -57,6 +57,7 @@ from halfstep.recipe.sources import read_recipe_bytes
 from halfstep.recipe.strict_yaml import dump_recipe_yaml, parse_yaml
 from halfstep.status_files import (
     RUNNING,
+    WRITES,
     RankStatusRecord,
     name_status_file,
     parse_status_rank,
@@ -71,8 +72,6 @@ HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """The status file of rank 0, the process that holds the lock."""
 WATCHED, HEARTBEATS, LONGEST_WATCH = 15.0, 3, 300.0
 """Seconds and heartbeats for which the status of a run on another host is watched, whichever is more; and the most."""
-WRITES = 50.0
-"""Status files that all ranks together write in a second: heartbeats of many ranks are farther apart."""
 
 
 class FolderLock(FolderOwnership):

@@ -28,16 +28,12 @@ from halfstep.ownership import check_ownership
 from halfstep.peers import Peers
 from halfstep.printable import escape_unprintable
 from halfstep.recipe.schema import WorldOptions
-from halfstep.status_files import ENDED, RankStatusRecord, read_status
+from halfstep.status_files import ENDED, HEARTBEAT, WRITES, RankStatusRecord, read_status
 from halfstep.train.status import RankStatus, read_last_statuses
 
 STACKS = "stacks"
 """The folder of the stacks, one file a rank."""
 TICK = 1.0
-HEARTBEAT = 5.0
-"""Seconds between two writes of a rank's position; more with many ranks, see `_build_heartbeat_key`."""
-WRITES = 50.0
-"""Positions a second that all ranks together may write: a shared file system has other work."""
 SLOWER = 2.0
 """A phase may take this many times its longest duration so far, regardless of the timeout."""
 MARGIN = 30.0
