@@ -119,9 +119,15 @@ def _is_printable_text(*words: str) -> bool:
 class FolderOwnership:
     """The claim of this process on a folder: an open `.lock`, and the launch token that is in it."""
 
-    def __init__(self, folder: Path, descriptor: int, token: str, *, is_signed: bool) -> None:
-        """Claim `folder`; `is_signed` where the token could be written to the file, which a full disk refuses."""
-        self.folder, self.token = folder, token
+    def __init__(
+        self, folder: Path, descriptor: int, token: str, *, is_signed: bool, outlives_lock: bool = False
+    ) -> None:
+        """Claim `folder`.
+
+        `is_signed`: the token could be written to the file, which a full disk refuses. `outlives_lock`: rank 0 has the
+        lock, and may release it before this rank ends.
+        """
+        self.folder, self.token, self._outlives_lock = folder, token, outlives_lock
         self.lost: FolderLost | None = None
         """What the first check found that failed; all later ones fail likewise."""
         self._absolute = Path(os.path.abspath(folder))
@@ -142,7 +148,7 @@ class FolderOwnership:
         if found is not None and found.launch != token:
             os.close(descriptor)
             return None
-        return cls(folder, descriptor, token, is_signed=found is not None)
+        return cls(folder, descriptor, token, is_signed=found is not None, outlives_lock=True)
 
     def covers(self, path: Path) -> bool:
         """Return whether `path` is the folder or below it."""
@@ -179,7 +185,10 @@ class FolderOwnership:
             if is_own and self._is_signed:
                 # Opened by its name: a network disk asks its server then, and may show an old text to who has it open.
                 holder = _read_lock_holder(path)
-                is_own = holder is not None and holder.launch == self.token
+                # A released lock is empty until the next launch writes its token. The folder is still this launch's: a
+                # rank that ends after rank 0, because both lost another one, records its own reason.
+                is_released = holder is None and self._outlives_lock and there.st_size == 0
+                is_own = is_released or (holder is not None and holder.launch == self.token)
             return None if is_own else _build_taken_error(self.folder, holder or _find_lock_holder(path))
         except OSError as error:
             if error.errno in _GONE:

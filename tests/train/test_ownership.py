@@ -668,6 +668,31 @@ def test_another_rank_claims_the_folder_that_rank_zero_has_locked(tmp_path: Path
     assert find_ownership(tmp_path) is None
 
 
+def test_a_rank_that_ends_after_rank_zero_still_records_its_own_reason(tmp_path: Path) -> None:
+    ours = lock_folder(tmp_path)
+    theirs = FolderOwnership.joined(tmp_path, ours.token)
+    assert theirs is not None
+    ours.release()
+    assert (tmp_path / LOCK).read_bytes() == b""
+    write_text(tmp_path / "status", "lost a rank")
+    assert (tmp_path / "status").read_text() == "lost a rank"
+    theirs.check()
+    next_launch = lock_folder(tmp_path)
+    with pytest.raises(FolderLost) as refused:
+        theirs.check()
+    assert refused.value.exit_code == TAKEN
+    theirs.release()
+    next_launch.release()
+
+
+def test_rank_zero_does_not_take_an_emptied_lock_for_its_own(tmp_path: Path) -> None:
+    ours = lock_folder(tmp_path)
+    os.truncate(tmp_path / LOCK, 0)
+    with pytest.raises(FolderLost):
+        ours.check()
+    ours.release()
+
+
 @pytest.mark.parametrize("way", ["a pipe", "a folder", "a link to it"])
 def test_another_rank_does_not_claim_what_is_no_file(way: str, tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("")
