@@ -1,6 +1,6 @@
 """Train on several ranks next to busy processes, without any other disturbance: does every rank end with 0?
 
-    python benchmarks/busy_ranks.py [--runs 30] [--busy 2] [--record]
+    python -m benchmarks.busy_ranks [--runs 30] [--busy 2] [--record]
 
 The runs are divided among DDP and FSDP, on two and on four ranks. So many Python processes per core compute meanwhile
 that each rank waits for its turn, and its collectives come late. All runs of one mode must have the same losses and the
@@ -114,7 +114,7 @@ def main() -> None:
     runs = sum(row.runs for row in rows)
     print(f"busy_ranks runs={runs} failed={failed} longest={max(row.longest for row in rows)}")
     if asked.record:
-        command = f"python benchmarks/busy_ranks.py --record --runs {asked.runs} --busy {asked.busy}"
+        command = f"python -m benchmarks.busy_ranks --record --runs {asked.runs} --busy {asked.busy}"
         content = {
             "command": command,
             "conditions": conditions,
