@@ -87,6 +87,23 @@ def test_a_training_step_past_the_mixin_is_refused_by_name(tmp_path: Path) -> No
 
 
 @pytest.mark.wording
+@pytest.mark.parametrize("many", [1, 2])
+def test_a_batch_that_is_run_twice_is_refused(many: int, tmp_path: Path) -> None:
+    """The Trainer adds up both gradients, where the Stepper would average them."""
+
+    class Twice(Ours):
+        def training_step(self, *given: Any) -> Any:
+            super().training_step(*given)
+            return super().training_step(*given)
+
+    trainer = tuned(tmp_path, Twice, case=Case("fp32", many, "loss", 1))
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(WrongUse, match=r"Twice\.training_step"):
+        trainer.train()
+    assert same(before, dict(trainer.model.state_dict()))
+
+
+@pytest.mark.wording
 def test_the_mixin_comes_first() -> None:
     with pytest.raises(WrongUse, match="after the Trainer"):
 

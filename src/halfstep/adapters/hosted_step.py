@@ -94,6 +94,12 @@ class HostedStep:
         self.guardian = _build_guardian(self.stepper, unwrap_ddp(model), options)
         self.report: StepReport | None = None
         """The report of the last window; None before the first one, and after one that was dropped."""
+        self._last = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last micro-batch of the open window was computed, so that only `apply` may follow."""
+        return self._last and self.stepper.in_window
 
     @property
     def moved(self) -> bool:
@@ -109,6 +115,7 @@ class HostedStep:
 
     def forward(self, *, last: bool, rerun: tuple[LossFunction, Any] | None = None) -> AbstractContextManager[None]:
         """Return the context for one forward pass; see `Stepper.forward`."""
+        self._last = last
         return self.stepper.forward(last=last, rerun=rerun)
 
     def apply(self) -> StepReport:

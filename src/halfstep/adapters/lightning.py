@@ -154,9 +154,17 @@ class HalfstepPrecision(Precision):
                 allowed="a loss for every micro-batch; None only with accumulate_grad_batches=1",
                 do="return a loss, such as 0.0 * loss for a batch to skip",
             )
-        self._owes_backward = True
         # An accumulation schedule changes the number between windows only.
+        many = self._fit_loop.trainer.accumulate_grad_batches
         self._microbatches = self._microbatches + 1 if self._hosted.stepper.in_window else 1
+        if self._microbatches > many:
+            self.drop_open_window()
+            raise _build_unsupported_error(
+                f"training_step run {self._microbatches} times for an update of {many}",
+                "each batch once; optimizers such as SAM, which run the closure twice, need their own loop",
+                "a halfstep.Stepper with manual forward passes",
+            )
+        self._owes_backward = True
         rerun = None if self.inputs is None else (_run_training_step, self.inputs)
         return self._hosted.forward(last=not self._fit_loop._should_accumulate(), rerun=rerun)
 
@@ -165,13 +173,6 @@ class HalfstepPrecision(Precision):
         self._owes_backward = False
         # Lightning has divided the loss by the number of micro-batches; the Stepper divides at the end of the window.
         many = model.trainer.accumulate_grad_batches
-        if self._microbatches > many:
-            self.drop_open_window()
-            raise _build_unsupported_error(
-                f"training_step run {self._microbatches} times for an update of {many}",
-                "each batch once; optimizers such as SAM, which run the closure twice, need their own loop",
-                "a halfstep.Stepper with manual forward passes",
-            )
         self._hosted.stepper.backward(tensor if many == 1 else tensor * many)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:

@@ -178,6 +178,14 @@ class HalfstepMixin(_Trainer):
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass: a window's while training, the same precision otherwise."""
         if self._in_step and self.hosted is not None:
+            if self.hosted.complete:
+                self.hosted.drop()
+                raise WrongUse(
+                    f"{type(self).__name__}.training_step, which runs a batch twice for one update",
+                    allowed="one call of super().training_step for each batch",
+                    do="compute the sum of both losses in compute_loss; for several batches in one update, set "
+                    "TrainingArguments(gradient_accumulation_steps=...)",
+                )
             rerun = (self._loss_again, (self._inputs, self.current_gradient_accumulation_steps))
             return self.hosted.forward(last=self.accelerator.sync_gradients, rerun=rerun)
         return self._evaluating()

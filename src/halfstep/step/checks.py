@@ -158,19 +158,20 @@ def build_missing_loss_error(names: Sequence[str], losses: Mapping[str, object])
     )
 
 
-def check_no_foreign_calls(weights_moved: bool, gradients_moved: bool) -> None:
-    """Raise WrongUse if other code clipped or stepped between `backward()` and `apply()`."""
+def check_no_foreign_calls(weights_moved: bool, gradients_moved: bool, *, before: str) -> None:
+    """Raise WrongUse if other code stepped, or changed gradients, between `backward()` and what comes after it."""
     if weights_moved:
         raise WrongUse(
-            "weights changed between backward() and apply(): optimizer.step() was called directly",
+            f"weights changed between backward() and {before}: optimizer.step() was called directly",
             allowed="updates by stepper.apply() only; this window is dropped, but that update has happened",
             do="remove optimizer.step() and scaler.step() from the loop",
         )
     if gradients_moved:
         raise WrongUse(
-            "gradients that changed between backward() and apply(), where they still carry the loss scale",
+            f"gradients that changed between backward() and {before}, where they still carry the loss scale",
             allowed="gradients as backward left them; this window is dropped",
-            do="Stepper(..., clip_norm=1.0) instead of clip_grad_norm_, or on_gradients=fn for other edits",
+            do="stepper.discard() instead of optimizer.zero_grad(), Stepper(..., clip_norm=1.0) instead of "
+            "clip_grad_norm_, or on_gradients=fn for other edits",
         )
 
 

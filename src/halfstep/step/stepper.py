@@ -36,6 +36,8 @@ from halfstep.step.stepper_base import StepperBase
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
 
+_NEXT_MICROBATCH = "the next micro-batch"
+
 
 class Stepper(StepperBase):
     """The training step: each update happens completely, in the requested precision, or not at all.
@@ -453,23 +455,30 @@ class Stepper(StepperBase):
         """Enclose your own forward pass and loss.
 
         Args:
-            last: Whether this is the last micro-batch before `apply()`; gradients are synchronized in it.
+            last: Whether this is the last micro-batch of the window; gradients are synchronized in it, and only
+                `apply()` or `discard()` may follow its backward. Pass False for all others.
             only: The one optimizer to update, for alternating training.
             rerun: A loss function and a batch that repeat this forward pass: with them for every micro-batch, a
                 Guardian can diagnose a skipped step.
 
         Raises:
-            WrongUse: The call is out of order.
+            WrongUse: The call is out of order, or weights or gradients were changed since the last `backward()`.
         """
         with self._interrupts, self.ranks.here():
             if not self._open:
                 with self._or_abandon:
                     self._begin(None, (), only)
-            self._call_order.forward(last=last, names=[slot.name for slot in self._select_slots(only)])
-            if rerun is not None:
-                assert self.attempt is not None, "a window is open"
-                self.attempt = self.attempt.with_microbatch(*rerun)
+            names = [slot.name for slot in self._select_slots(only)]
+            self._call_order.check_forward(names)
             with self._or_abandon:
+                if self._call_order.adds_up:
+                    weights_moved, gradients_moved = self._call_order.moved(self._open)
+                    stepped = weights_moved and self._call_order.stepped(self._open)
+                    self._refuse_foreign_calls(stepped, gradients_moved, before=_NEXT_MICROBATCH)
+                self._call_order.forward(last=last, names=names)
+                if rerun is not None:
+                    assert self.attempt is not None, "a window is open"
+                    self.attempt = self.attempt.with_microbatch(*rerun)
                 self._interrupts.allow()
                 with self._synchronizer.forward(last), self._scope, self._autocast:
                     yield
@@ -484,14 +493,18 @@ class Stepper(StepperBase):
             loss: The mean loss of the micro-batch, undivided.
 
         Raises:
-            WrongUse: The call is out of order, or the loss is not usable.
+            WrongUse: The call is out of order, the loss is not usable, or gradients of earlier micro-batches were
+                cleared.
         """
-        self._call_order.backward()
+        self._call_order.check_backward()
         with self._interrupts, self.ranks.here(), self._or_abandon:
+            if self._call_order.adds_up:
+                # Loss code may edit gradients and restore them; `zero_grad()` in front of backward drops them.
+                self._refuse_foreign_calls(False, self._call_order.lost(self._open), before=_NEXT_MICROBATCH)
             self._interrupts.allow()
             with self._scope:
                 self._backward(loss, divide=1)
-            self._call_order.note(self._open)
+            self._call_order.backward(self._open)
 
     def apply(self) -> StepReport:
         """Conclude the window: unscale, check, clip, update, report.
@@ -502,15 +515,17 @@ class Stepper(StepperBase):
         Raises:
             WrongUse: Weights or gradients were changed since `backward()`; other errors as in `step`.
         """
-        self._call_order.apply()
+        self._call_order.check_apply()
         with self._interrupts, self.ranks.here(), self._or_abandon:
-            weights_moved, gradients_moved = self._call_order.moved(self._open)
-            if weights_moved:
-                self._rollback.accept_updates()
-            checks.check_no_foreign_calls(weights_moved, gradients_moved)
+            self._refuse_foreign_calls(*self._call_order.moved(self._open), before="apply()")
             report = self._conclude(None)
             assert report is not None, "this rank had a batch"
             return report
+
+    def _refuse_foreign_calls(self, weights_moved: bool, gradients_moved: bool, *, before: str) -> None:
+        if weights_moved:
+            self._rollback.accept_updates()
+        checks.check_no_foreign_calls(weights_moved, gradients_moved, before=before)
 
     def discard(self) -> None:
         """Drop a window opened with `forward()` and restore the state before it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from halfstep.errors import WrongUse
@@ -57,32 +58,65 @@ class CallOrder:
         self._weights: list[int] = []
         self._gradients: list[tuple[int, int]] = []
 
-    def forward(self, *, last: bool, names: list[str]) -> None:
-        """Record a forward pass, or raise WrongUse if it is out of order."""
+    def check_forward(self, names: list[str]) -> None:
+        """Raise WrongUse if a forward pass for these optimizers is out of order."""
         if self._forwards > self._backwards:
             raise _build_order_error("forward() before backward() of the last micro-batch")
+        if self._forwards and self._last:
+            # The next window would otherwise include the gradients and the buffers of one that a loop has left.
+            raise _build_order_error(
+                "forward() after the last micro-batch of a window that is neither applied nor discarded",
+                do="call stepper.apply() for the update, or stepper.discard() instead of optimizer.zero_grad() to drop "
+                "the window; pass last=False for each micro-batch before the last one",
+            )
         if self._forwards and names != self._names:
             raise _build_order_error(f"forward() for {names} in a window for {self._names}")
+
+    def forward(self, *, last: bool, names: list[str]) -> None:
+        """Record a forward pass."""
         self._names, self._last = names, last
         self._forwards += 1
 
-    def backward(self) -> None:
-        """Record a backward pass, or raise WrongUse if it is out of order."""
+    def check_backward(self) -> None:
+        """Raise WrongUse if a backward pass is out of order."""
         if self._forwards == self._backwards:
             raise _build_order_error("backward() before forward()")
-        self._backwards += 1
 
-    def note(self, slots: Sequence[OptimizerSlot]) -> None:
-        """Record how backward left weights and gradients, so that changes by other code are noticed."""
+    def backward(self, slots: Sequence[OptimizerSlot]) -> None:
+        """Record a backward pass, and how it left weights and gradients, so that changes by other code are noticed."""
+        self._backwards += 1
         # Version counters, so that no tensor is read; and ids, because a gradient may be replaced.
         self._weights, self._gradients = _list_versions(slots)
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether the window has gradients that the next backward pass adds to."""
+        return self._backwards > 0
+
     def moved(self, slots: Sequence[OptimizerSlot]) -> tuple[bool, bool]:
-        """Return whether weights, and whether gradients, were written since `note`."""
+        """Return whether weights, and whether gradients, were written since the last backward pass."""
         weights, gradients = _list_versions(slots)
         return weights != self._weights, gradients != self._gradients
 
-    def apply(self) -> None:
+    def stepped(self, slots: Sequence[OptimizerSlot]) -> bool:
+        """Return whether an optimizer has written all of its weights with a gradient since the last backward pass.
+
+        Code between two micro-batches may write some of them: it clamps a layer, or copies a target network.
+        """
+        noted = zip(_list_versions(slots)[0], self._weights, self._gradients, strict=True)
+        for slot in slots:
+            own = islice(noted, len(slot.gradients.trainable))
+            written = [now != before for now, before, gradient in own if gradient != _NO_GRADIENT]
+            if written and all(written):
+                return True
+        return False
+
+    def lost(self, slots: Sequence[OptimizerSlot]) -> bool:
+        """Return whether a gradient of the last backward pass was cleared."""
+        trained = (p for slot in slots for p in slot.gradients.trainable)
+        return any(p.grad is None and had != _NO_GRADIENT for p, had in zip(trained, self._gradients, strict=True))
+
+    def check_apply(self) -> None:
         """Raise WrongUse if the window is not complete."""
         if not self._forwards or self._forwards > self._backwards:
             raise _build_order_error("apply() before forward() and backward()")
@@ -91,15 +125,21 @@ class CallOrder:
             raise _build_order_error("apply() after forward(last=False)")
 
 
+_NO_GRADIENT = (0, 0)
+
+
 def _list_versions(slots: Sequence[OptimizerSlot]) -> tuple[list[int], list[tuple[int, int]]]:
     trained = [p for slot in slots for p in slot.gradients.trainable]
-    gradients = [p.grad for p in trained if p.grad is not None]
-    return [p._version for p in trained], [(id(g), g._version) for g in gradients]
+    gradients = [p.grad for p in trained]
+    return [p._version for p in trained], [_NO_GRADIENT if g is None else (id(g), g._version) for g in gradients]
 
 
-def _build_order_error(given: str) -> WrongUse:
+_MISSING_CALL = "make the missing call, or call stepper.discard() to drop the window"
+
+
+def _build_order_error(given: str, do: str = _MISSING_CALL) -> WrongUse:
     return WrongUse(
         given,
         allowed="forward() and backward(loss) for each micro-batch, with last=True for the last one, then apply()",
-        do="make the missing call, or call stepper.discard() to drop the window",
+        do=do,
     )
