@@ -150,6 +150,7 @@ def test_a_probe_of_one_rank_knows_the_heartbeat_of_all(tmp_path: Path, monkeypa
     assert (looks[0].watched, round(looks[0].left, 1)) == (1, 2.0)
 
 
+@pytest.mark.wording
 def test_the_first_line_of_a_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
         write(tmp_path, rank, world=2, host=f"node{rank}", beat=3)
@@ -157,6 +158,7 @@ def test_the_first_line_of_a_watch(tmp_path: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr()
     assert json.loads(printed.out)["state"] == "silent", "the answer is alone on stdout"
     assert printed.err == "watching 2 ranks: a heartbeat every 5 s, at most 1 s left\n"
+    assert "give a longer --max-age" in json.loads(printed.out)["why"]
 
 
 def test_a_number_that_another_process_got_is_not_alive(tmp_path: Path) -> None:

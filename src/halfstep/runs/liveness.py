@@ -161,7 +161,9 @@ def _watch_ranks(
             elif status and status != statuses[rank]:
                 judged[rank] = _build_rank_liveness(rank, status, MOVING, 0.0, "")
             elif waited >= limit:
-                judged[rank] = _build_rank_liveness(rank, status, SILENT, waited, _explain_silence(status, waited))
+                judged[rank] = _build_rank_liveness(
+                    rank, status, SILENT, waited, _explain_silence(status, waited, heartbeat)
+                )
     return judged
 
 
@@ -171,11 +173,13 @@ def _count_ranks(statuses: Mapping[int, RankStatusRecord | None]) -> int:
     return max(len(statuses), min(max(worlds, default=1), MOST_RANKS))
 
 
-def _explain_silence(status: RankStatusRecord | None, waited: float) -> str:
+def _explain_silence(status: RankStatusRecord | None, waited: float, heartbeat: float) -> str:
     if not status:
         return f"no status of this launch within {waited:.0f} s"
     if status.is_of_this_host and _is_gone(status):
         return "its process is gone and wrote no result"
+    if waited < heartbeat:  # a rank that is alive may exceed this limit
+        return f"no heartbeat for {waited:.0f} s, but ranks write one every {heartbeat:.0f} s: give a longer --max-age"
     return f"no heartbeat for {waited:.0f} s"
 
 
