@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import BadRecipe, WrongUse
+from halfstep.errors import BadRecipe
 from halfstep.recipe.schema import OptimizerOptions
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolve_run_recipe
-from halfstep.train.optimizers import count_optimizer_moments, make_optimizer
+from halfstep.train.optimizers import count_optimizer_moments, describe_optimizer_split, make_optimizer
 
 NAMES = get_args(OptimizerOptions.model_fields["name"].annotation)
 REFUSED = {"lbfgs", "sparseadam"}
@@ -29,7 +29,8 @@ def test_every_name_trains_in_bf16(name: str, fused: bool) -> None:
     optimizer = make_optimizer(options, model)
     assert type(optimizer).__name__.lower() == {"muon": "muonwithadamw"}.get(name, name)
     if name != "rprop":  # the only one without a decay
-        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        matrices = [0.1, 0.1] if name == "muon" else [0.1]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [*matrices, 0.0]
     assert all(group["lr"] == 0.01 for group in optimizer.param_groups)
     group = optimizer.param_groups[0]
     assert group["betas"][0] == 0.8 if "betas" in group else group.get("momentum", 0.8) == 0.8
@@ -80,13 +81,13 @@ def _update(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def test_muon_takes_the_matrices_and_adamw_the_rest_as_two_optimizers_would() -> None:
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest_as_two_optimizers_would() -> None:
     one, two = _words(), _words()
     both = make_optimizer(_options(), one)
     embedding, first, bias, last = two.parameters()
-    muon = torch.optim.Muon([first, last], lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon([first], lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
-        [{"params": [embedding]}, {"params": [bias], "weight_decay": 0.0}], lr=0.01, weight_decay=0.1, fused=True
+        [{"params": [embedding, last]}, {"params": [bias], "weight_decay": 0.0}], lr=0.01, weight_decay=0.1, fused=True
     )
     for _ in range(3):
         _update(one, both)
@@ -124,9 +125,12 @@ def test_a_skipped_step_leaves_muon_as_it_was() -> None:
     assert not any(optimizer.state for optimizer in stepper.optimizers.values())
 
 
-@pytest.mark.wording
-def test_muon_without_a_matrix_is_refused_and_without_a_rest_it_is_torchs_own() -> None:
-    with pytest.raises(WrongUse, match="no trainable matrix") as caught:
-        make_optimizer(_options(), nn.Conv2d(3, 4, 3))
-    assert caught.value.do == "write optimizer.name=adamw"
-    assert type(make_optimizer(_options(), nn.Linear(4, 4, bias=False))) is torch.optim.Muon
+def test_without_other_parameters_muon_is_torchs_own() -> None:
+    class Hidden(nn.Sequential):
+        def get_classifier(self) -> nn.Module:
+            return nn.Identity()
+
+    model = Hidden(nn.Linear(4, 4, bias=False))
+    assert type(make_optimizer(_options(), model)) is torch.optim.Muon
+    assert describe_optimizer_split(_options(), model) == ["Muon: 1 matrix of hidden layers; AdamW: none"]
+    assert not describe_optimizer_split(_options("adamw"), model)

@@ -130,7 +130,8 @@ class OptimizerOptions(Section):
             sparseadam="it takes only sparse gradients, and the models of recipes have dense ones",
         ),
     ] = "adamw"  # fmt: skip
-    """The torch optimizer. With muon, the matrices of hidden layers use Muon and the other parameters AdamW."""
+    """The torch optimizer. With muon, Muon trains the matrices of hidden layers; AdamW trains the output layer,
+    embeddings, convolutions, norms and biases."""
     lr: Annotated[PositiveFloat, Also("learning_rate")] = 1e-3
     """The learning rate; with a schedule, its peak value."""
     weight_decay: NonNegativeFloat = 0.01

@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from halfstep.errors import WrongUse
 from halfstep.recipe.schema import OptimizerOptions
-from halfstep.step.optimizer_slot import list_optimizer_parameters
+from halfstep.train.hidden_matrices import divide_parameters
 
 if TYPE_CHECKING:
     from halfstep.train.small_optimizers import ParameterGroup
@@ -37,7 +37,7 @@ _WITH_FUSED = ("adamw", "adam", "sgd", "adagrad")
 def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
     """Return the optimizer, with fused kernels where requested and available.
 
-    Raises `WrongUse` for muon and a model without a matrix that it could train.
+    Raises `WrongUse` for muon and a model without a trainable matrix in a hidden layer.
     """
     if options.name == "muon" and options.state == "fp32":
         return _make_muon(options, model)
@@ -112,38 +112,39 @@ class MuonWithAdamW(optim.Optimizer):
 
 
 def _make_muon(options: OptimizerOptions, model: nn.Module) -> optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    # torch's docs: hidden layers only. Rows of an embedding are looked up, not multiplied.
-    looked_up = {id(p) for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
-    matrices = [p for p in trained if p.ndim == 2 and id(p) not in looked_up]
-    if not matrices:
+    found = divide_parameters(model)
+    if not found.hidden:
         raise WrongUse(
-            f"optimizer.name=muon for {type(model).__name__}, which has no trainable matrix",
-            allowed="a model with linear or attention layers: muon takes 2-D weights, convolutions have 4-D ones",
+            f"optimizer.name=muon for {type(model).__name__}, which has no trainable matrix in a hidden layer: "
+            f"{', '.join(found.names) or 'all of its parameters are frozen'}",
+            allowed="a model with linear, attention or recurrent layers before its output layer",
             do="write optimizer.name=adamw",
+            id="no-hidden-matrix",
         )
-    hidden = {id(p) for p in matrices}
+    return _build_muon_with_adamw(options, found.hidden, found.others)
+
+
+def _build_muon_with_adamw(
+    options: OptimizerOptions, hidden: list[nn.Parameter], others: list[nn.Parameter]
+) -> optim.Optimizer:
     # match_rms_adamw: updates as large as AdamW's, so that one learning rate and one decay serve both.
     muon = optim.Muon(
-        [{"params": matrices}],
+        [{"params": hidden}],
         lr=options.lr,
         weight_decay=options.weight_decay,
         momentum=options.momentum,
         nesterov=options.momentum > 0,
         adjust_lr_fn="match_rms_adamw",
     )
-    others = _group_by_decay([p for p in trained if id(p) not in hidden])
     if not others:
         return muon
-    return MuonWithAdamW(muon, _make_grouped_optimizer(options.model_copy(update={"name": "adamw"}), others))
+    adamw = options.model_copy(update={"name": "adamw"})
+    return MuonWithAdamW(muon, _make_grouped_optimizer(adamw, _group_by_decay(others)))
 
 
-def describe_optimizer_split(optimizer: optim.Optimizer) -> list[str]:
-    """Return a note about the division of the weights between two optimizers; nothing for a single one."""
-    if not isinstance(optimizer, MuonWithAdamW):
-        return []
-    muon, adamw = (sum(p.numel() for p in list_optimizer_parameters(part)) for part in optimizer.parts)
-    return [f"muon trains {muon / (muon + adamw):.0%} of the weights, the matrices; adamw trains the rest"]
+def describe_optimizer_split(options: OptimizerOptions, model: nn.Module) -> list[str]:
+    """Return a line about the division of the weights between two optimizers; nothing for a single one."""
+    return [str(divide_parameters(model))] if options.name == "muon" else []
 
 
 def count_optimizer_moments(options: OptimizerOptions) -> float:
@@ -154,7 +155,10 @@ def count_optimizer_moments(options: OptimizerOptions) -> float:
     tiny = nn.ParameterList([torch.zeros(5, 3), torch.zeros(5, 3, 1)])
     for weight in tiny:
         weight.grad = torch.zeros_like(weight)
-    optimizer = make_optimizer(options, tiny)
+    if options.name == "muon":
+        optimizer = _build_muon_with_adamw(options, [tiny[0]], [tiny[1]])
+    else:
+        optimizer = make_optimizer(options, tiny)
     optimizer.step()
     kept = ([v.shape for v in optimizer.state[weight].values() if torch.is_tensor(v)] for weight in tiny)
     # The most of any: muon keeps fewer for a matrix than AdamW does for the rest.

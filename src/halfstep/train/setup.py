@@ -103,7 +103,7 @@ def build_training_parts(
     notes += task.ready(model, choice.precision, on_progress)
     notes += _shard_and_compile(task, recipe, model, choice.precision, device)
     optimizer = make_optimizer(recipe.optimizer, model)
-    notes += describe_optimizer_split(optimizer)
+    notes += describe_optimizer_split(recipe.optimizer, model)
     schedule, shape = make_schedule(recipe.schedule, optimizer, total, per_epoch)
     stepper = Stepper(
         model,

@@ -6,7 +6,7 @@ A saved state is compared with the run first, all of it; nothing changes where i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -485,12 +485,17 @@ def _check_weights(live: RunObjects, now: State, saved: State) -> None:
         lines.append(
             "the run kept an average of the weights, and does not now" if saved.ema else "the run kept no average"
         )
-    lines += [f"optimizer {line}" for name in now.optimizers for line in _compare_optimizers(now, saved, name)]
-    if lines:
+    moved = [f"optimizer {line}" for name in now.optimizers for line in _compare_optimizers(now, saved, name)]
+    if lines or moved:
+        restored = "the model" if lines else "the optimizer, or the version of halfstep that saved the run"
         raise StateMismatch(
-            format_change_list("the checkpoint does not fit the model:", lines),
-            allowed=f"the original model; this one has {len(now.weights['parameters'])} parameters",
-            do=f"restore the model, or {advise_adding_option('new')}; model.weights=FILE loads the weights that fit",
+            format_change_list(
+                f"the checkpoint does not fit the {'model' if lines else 'optimizer'}:", [*lines, *moved]
+            ),
+            allowed=f"the original model; this one has {len(now.weights['parameters'])} parameters"
+            if lines
+            else "the same parameters in the same groups: each group has its own moments",
+            do=f"restore {restored}, or {advise_adding_option('new')}; model.weights=FILE loads the weights that fit",
         )
 
 
@@ -516,9 +521,18 @@ def _compare_optimizers(now: State, saved: State, optimizer: str) -> Iterator[st
     before, after = ([name for group in one.get("param_names", []) for name in group] for one in (then, own))
     yield from (f"trained {name}, and does not" for name in before if name not in after)
     yield from (f"did not train {name}, and does" for name in after if name not in before)
-    # torch matches optimizer state by position: another order would mix up the moments silently.
     if sorted(before) == sorted(after) and own["param_names"] != then.get("param_names"):
-        yield "has its parameters in other groups, or in another order"
+        # torch matches optimizer state by position: another order would mix up the moments silently.
+        here, there = (_find_group_numbers(one["param_names"]) for one in (own, then))
+        moved = [name for name in after if here[name] != there[name]]
+        yield from (f"had {name} in group {there[name]}, and has it in {here[name]}" for name in moved)
+        if not moved:
+            yield "has its parameters in another order"
+
+
+def _find_group_numbers(groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return the number of each parameter's group."""
+    return {name: number for number, group in enumerate(groups) for name in group}
 
 
 def _require_same_form(what: str, own: Any, saved: Any, levels: int) -> None:
