@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +23,7 @@ from halfstep.data.layout import PLACE_PERSON, is_store_address
 from halfstep.data.shard_bytes import Part, merge_near_parts
 from halfstep.data.shard_index import SampleRow
 from halfstep.data.shard_scan import LARGEST_LABEL, MASK_PERSON, NONE, PARQUET, ShardRows
-from halfstep.data.shards import SampleBytes, Shards, list_shard_paths
+from halfstep.data.shards import SampleBytes, Shards, UnreadColumn, list_shard_paths
 from halfstep.data.tar_members import BLOCK, DamagedTar, compute_bytes_digest
 from halfstep.errors import convert_import_error
 from halfstep.host_memory import read_free_memory
@@ -30,6 +31,8 @@ from halfstep.host_memory import read_free_memory
 LEAST_KEPT = 2**26
 IMAGES, LABELS, MASKS = ("image", "img"), ("label", "labels", "fine_label"), ("mask", "annotation", "label")
 """The names of columns, the first of them that a file has."""
+_PART_COLUMNS = {"label": LABELS, "mask": MASKS[:2]}
+"""The names by part; a column `label` may be either, and is called a label."""
 LARGEST_GROUP = 2**31
 """Bytes of a row group, which is read whole."""
 
@@ -87,15 +90,28 @@ class ParquetReader:
             raise DamagedTar(f"no Parquet file: {str(error)[:200]}") from None
         schema = self._file.schema_arrow
         kinds = {name: _classify_column(schema.field(name).type) for name in schema.names}
-        wanted = ((IMAGES, "bytes"), (LABELS, "number"), (MASKS, "bytes"))
+        wanted = ((IMAGES, ColumnUse.BYTES), (LABELS, ColumnUse.NUMBERS), (MASKS, ColumnUse.BYTES))
         found = [next((name for name in names if kinds.get(name) == kind), None) for names, kind in wanted]
         if found[0] is None:
             names = ", ".join(schema.names)[:200]
             raise DamagedTar(f"no column {' or '.join(IMAGES)} of {{bytes, path}}; its columns are {names}")
         self._columns = (found[0], found[1], found[2])
+        self._types: dict[str, Any] = {name: schema.field(name).type for name in schema.names}
         counts = [self._file.metadata.row_group(number).num_rows for number in range(self._file.num_row_groups)]
         self.starts = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
         """The first row of each row group, and the number of rows."""
+
+    def find_unread_column(self, part: str) -> UnreadColumn | None:
+        """Return the column that has the name of a part, `label` or `mask`, and is not read as one; None without it."""
+        name = next((one for one in _PART_COLUMNS[part] if one in self._types), None)
+        if name is None:
+            return None
+        kind = self._types[name]
+        if part == "mask":
+            return UnreadColumn(name, _describe_column_type(kind), "write the masks as PNG images, {bytes, path}")
+        if self._columns[1] == name:
+            return UnreadColumn(name, "has no class number in any row", "write a class number into each row")
+        return UnreadColumn(name, _describe_column_type(kind), _advise_label_type(name, kind))
 
     def group(self, number: int) -> RowGroup:
         """Read a row group."""
@@ -121,11 +137,72 @@ class ParquetReader:
         return found
 
 
-def _classify_column(kind: Any) -> str:
-    if kind.num_fields:
-        names = [kind.field(number).name for number in range(kind.num_fields)]
-        return "bytes" if "bytes" in names else ""
-    return "bytes" if "binary" in str(kind) else "number" if "int" in str(kind) else ""
+def _import_types() -> Any:
+    from pyarrow import types  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    return types
+
+
+class ColumnUse(Enum):
+    """The use of a column by the type of its values."""
+
+    BYTES, NUMBERS, NONE = "bytes", "numbers", "none"
+
+
+def _classify_column(kind: Any) -> ColumnUse:
+    """Return the use of a column of this type; a category, as pandas writes it, has that of its values."""
+    types = _import_types()
+    values = kind.value_type if types.is_dictionary(kind) else kind
+    if types.is_struct(values):
+        return ColumnUse.BYTES if values.get_field_index("bytes") >= 0 else ColumnUse.NONE
+    if types.is_binary(values) or types.is_large_binary(values) or types.is_binary_view(values):
+        return ColumnUse.BYTES
+    return ColumnUse.NUMBERS if types.is_integer(values) else ColumnUse.NONE
+
+
+def _describe_column_type(kind: Any) -> str:
+    """Return what a column is, in words that follow its name."""
+    types = _import_types()
+    if types.is_null(kind):
+        return "is null, without a value in any row"
+    if types.is_dictionary(kind):
+        return f"is a category of {_find_type_word(kind.value_type) or kind.value_type}s"
+    word = _find_type_word(kind)
+    if not word:
+        return f"is of type {kind}"
+    return f"is a {word}" if str(kind) == word else f"is a {word} ({kind})"
+
+
+def _find_type_word(kind: Any) -> str:
+    """Return the word for values of a type; empty if there is none."""
+    types = _import_types()
+    words: dict[str, tuple[Callable[[Any], bool], ...]] = {
+        "string": (types.is_string, types.is_large_string, types.is_string_view),
+        "float": (types.is_floating,),
+        "bool": (types.is_boolean,),
+        "decimal": (types.is_decimal,),
+        "integer": (types.is_integer,),
+        "list": (types.is_list, types.is_large_list, types.is_fixed_size_list),
+    }
+    return next((word for word, tests in words.items() if any(test(kind) for test in tests)), "")
+
+
+def _advise_label_type(name: str, kind: Any) -> str:
+    """Return how to make class numbers of a label column that has none."""
+    types = _import_types()
+    word = _find_type_word(kind.value_type if types.is_dictionary(kind) else kind)
+    column = f'df["{name}"]'
+    match word:
+        case "string":
+            return f'write class numbers; in pandas: {column} = {column}.astype("category").cat.codes'
+        case "float" | "decimal":
+            rows = f'df = df.dropna(subset=["{name}"]); '
+            return f'write integers; in pandas: {rows}{column} = {column}.astype("int64")'
+        case "bool":
+            return f'write integers; in pandas: {column} = {column}.astype("int64")'
+        case "list":
+            return "write one integer for each row"
+    return "write a class number into each row"
 
 
 def format_row_key(number: int) -> str:
@@ -194,6 +271,11 @@ class ParquetShards(Shards):
         found: dict[Path, list[Part]] = {}
         for shard, number in sorted(groups):
             found.setdefault(self.path(shard), []).extend(merge_near_parts(self._reader(shard).parts(number)))
+        return found
+
+    def find_unread_column(self, part: str, index: int) -> UnreadColumn | None:
+        """Return the column of a sample's file that has the name of a part, and is not read as one."""
+        found: UnreadColumn | None = self._reader(self.index.find(index)[0]).find_unread_column(part)
         return found
 
     def _reader(self, shard: int) -> Any:

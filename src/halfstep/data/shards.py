@@ -67,6 +67,18 @@ class SampleBytes(NamedTuple):
     mask: bytes | None
 
 
+class UnreadColumn(NamedTuple):
+    """A column with the name of a part, whose type is not the part's."""
+
+    name: str
+    kind: str
+    """What the column is, in words that follow its name: `is a float (double)`."""
+    do: str
+
+    def __str__(self) -> str:
+        return f"its column {self.name} {self.kind}"
+
+
 class Shards:
     """A source of `image`, and of those `parts` that the shards have: `label`, `mask`.
 
@@ -317,14 +329,23 @@ class Shards:
         for part, some, without in (("label", SOME_LABELS, SOME_UNLABELED), ("mask", SOME_MASKS, SOME_UNMASKED)):
             has = [(kinds & one).any() for one in (some, without)]
             if all(has) and part in self.parts:
-                one, other = (self._first_with(part, present) for present in (True, False))
-                raise BadData(
-                    f"{self.name(min(one, other))} and {self.name(max(one, other))} differ in having a label or a mask",
-                    allowed="samples that all have the same parts",
-                    do="write the shards again, or give data.path only those that belong together",
-                )
+                raise self._build_parts_error(part)
             found.append(bool(has[0]) and part in self.parts)
         return found[0], found[1]
+
+    def _build_parts_error(self, part: str) -> BadData:
+        one, other = (self._first_with(part, present) for present in (True, False))
+        unread = self.find_unread_column(part, other)
+        reason = f"; {self.where(self.index.find(other)[0])}: {unread}" if unread else ""
+        return BadData(
+            f"{self.name(min(one, other))} and {self.name(max(one, other))} differ in having a label or a mask{reason}",
+            allowed="samples that all have the same parts",
+            do=unread.do if unread else "write the shards again, or give data.path only those that belong together",
+        )
+
+    def find_unread_column(self, part: str, index: int) -> UnreadColumn | None:
+        """Return the column of a sample's shard that has the name of a part, and is not read as one; tar has none."""
+        return None
 
     def _first_with(self, part: str, present: bool) -> int:
         some, without = (SOME_LABELS, SOME_UNLABELED) if part == "label" else (SOME_MASKS, SOME_UNMASKED)

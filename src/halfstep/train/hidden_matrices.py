@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-TABLES = (nn.Embedding, nn.EmbeddingBag)
-"""Layers whose rows are looked up, not multiplied."""
+from halfstep.guard.monitors.base import TABLES
+
 EMBEDDINGS, CONVOLUTIONS, VECTORS, OTHERS = "embeddings", "convolutions", "norms and biases", "other tensors"
 _ORDER = (EMBEDDINGS, CONVOLUTIONS, VECTORS, OTHERS)
 _HOLDERS = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)

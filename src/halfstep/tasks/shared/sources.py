@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.data.dataset import BadSample, Source, split_source
+from halfstep.data.dataset import BadSample, Source, find_seal, resolve_index_number, split_source
 from halfstep.data.embeddings import EmbeddingSource
 from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, UnlabeledImages, resolve_pair_folders
 from halfstep.data.image_files import find_files, list_folders, list_image_files, require_folder
@@ -281,12 +281,22 @@ def _require_sample_part(sources: dict[Split, Source], part: str) -> dict[Split,
         except BadSample:
             continue  # unreadable samples are replaced and counted later
         if not found:
-            raise BadData(
-                f"{source.name(0)} has no {part}",
-                allowed=f"samples with an image and a {part}",
-                do="check data.path and the task of the recipe",
-            )
+            raise _build_missing_part_error(source, part)
     return sources
+
+
+def _build_missing_part_error(source: Source, part: str) -> BadData:
+    seal, name = find_seal(source), source.name(0)
+    unread = seal.shards.find_unread_column(part, resolve_index_number(source, 0)) if seal is not None else None
+    if unread is None:
+        return BadData(
+            f"{name} has no {part}",
+            allowed=f"samples with an image and a {part}",
+            do="check data.path and the task of the recipe",
+        )
+    columns = {"label": "a column label, labels or fine_label of integers: class numbers from 0"}
+    allowed = columns.get(part, "a column mask or annotation of images")
+    return BadData(f"{name} has no {part}: {unread}", allowed=allowed, do=unread.do)
 
 
 def _require_class_count(names: list[str], data: Any) -> list[str]:
