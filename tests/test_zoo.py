@@ -50,8 +50,12 @@ NAMED = (
 """Entries that read in a message what was wrong."""
 
 
+SEVERAL_RANKS = ("d21",)
+
+
 def _pain(pain: zoo.Pain) -> Any:
-    return pytest.param(pain, marks=[pytest.mark.wording] * (pain.folder.split("_")[0] in NAMED))
+    marks = [pytest.mark.wording] * (pain.number in NAMED) + [pytest.mark.ranks] * (pain.number in SEVERAL_RANKS)
+    return pytest.param(pain, marks=marks)
 
 
 @pytest.mark.parametrize("pain", list(map(_pain, PAINS)), ids=[pain.folder for pain in PAINS])
