@@ -23,10 +23,11 @@ from halfstep.measure.conditions import collect_conditions
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import Stopwatch
 from halfstep.measure.worker_process import CandidateInfo, TimedUpdate
+from halfstep.observe.reachable import find_generators
 from halfstep.precision.converted import find_converted_layers
 from halfstep.precision.hardware import describe_device
+from halfstep.random_state import build_seeded_states, collect_random_states, restore_random_states
 from halfstep.step.report import StepReport
-from halfstep.step.step_inputs import collect_generator_states, set_generator_states
 from halfstep.step.stepper import Stepper
 from halfstep.step.window import Window
 from halfstep.train.activation_checkpointing import checkpoint_activations
@@ -67,8 +68,8 @@ class Candidate:
         )
         self._stopwatch = Stopwatch(self.device)
         # Freshly seeded, not the caller's states: all candidates draw the same random numbers from the start.
-        kinds = dict.fromkeys((torch.device("cpu"), self.device))
-        self._generators = [torch.Generator(kind).manual_seed(SEED).get_state() for kind in kinds]
+        self._held = find_generators(self.loss_fn, self.batch)
+        self._random = build_seeded_states(SEED, self.device, self._held)
         self.trail: list[float] = []
         """Losses of the updates so far: of those applied, and of those skipped with a non-finite loss."""
 
@@ -91,7 +92,7 @@ class Candidate:
         return count_samples(self.batch) * self.setting.microbatches
 
     def step(self) -> StepReport:
-        """Take one update with the caller's random number generators."""
+        """Take one update with the generators in their current states; the other methods use the candidate's own."""
         report = self.stepper.step(self.loss_fn, Window([self.batch] * self.setting.microbatches))
         # A skip with a finite loss (fp16 gradients overflowed) leaves the weights unchanged. It is left out, so that
         # the trails of all candidates count the same updates.
@@ -101,27 +102,27 @@ class Candidate:
 
     def seconds(self, steps: int = 1) -> float:
         """Return the seconds of one update, averaged over `steps` in a row."""
-        with self._use_own_generators():
+        with self.use_own_generators():
             return self._stopwatch.seconds(self.step, steps)
 
     def losses(self, steps: int) -> list[float]:
         """Take `steps` more updates and return their losses."""
-        with self._use_own_generators():
+        with self.use_own_generators():
             return [self.step().loss for _ in range(steps)]
 
     @contextmanager
-    def _use_own_generators(self) -> Iterator[None]:
+    def use_own_generators(self) -> Iterator[None]:
         """Use the candidate's own generator states, then restore the caller's.
 
         All candidates draw the same random numbers, regardless of the order in which they are timed.
         """
-        before = collect_generator_states(self.device)
-        set_generator_states(self._generators, self.device)
+        before = collect_random_states(self.device, self._held)
+        restore_random_states(self._random)
         try:
             yield
         finally:
-            self._generators = collect_generator_states(self.device)
-            set_generator_states(before, self.device)
+            self._random = collect_random_states(self.device, self._held)
+            restore_random_states(before)
 
     @torch.no_grad()
     def nudge(self, share: float, seed: int = 1) -> None:
@@ -159,17 +160,19 @@ def measure_peak_bytes(call: Callable[[], object], device: torch.device, held: I
 
 def measure_update_peak(candidate: Candidate) -> int:
     """Return the peak bytes of one update, measured after a first update that creates the optimizer state."""
-    candidate.step()
-    optimizers = candidate.stepper.optimizers.values()
-    held: list[Any] = [*candidate.model.parameters(), *candidate.model.buffers(), *list_tensors(candidate.batch)]
-    held += [tensor for optimizer in optimizers for tensor in list_tensors(list(optimizer.state.values()))]
-    return measure_peak_bytes(candidate.step, candidate.device, held)
+    with candidate.use_own_generators():
+        candidate.step()
+        optimizers = candidate.stepper.optimizers.values()
+        held: list[Any] = [*candidate.model.parameters(), *candidate.model.buffers(), *list_tensors(candidate.batch)]
+        held += [tensor for optimizer in optimizers for tensor in list_tensors(list(optimizer.state.values()))]
+        return measure_peak_bytes(candidate.step, candidate.device, held)
 
 
 def take_timed_update(candidate: Candidate) -> TimedUpdate:
     """Take one more update and time it."""
     reports: list[StepReport] = []
-    seconds = Stopwatch(candidate.device).seconds(lambda: reports.append(candidate.step()))
+    with candidate.use_own_generators():
+        seconds = Stopwatch(candidate.device).seconds(lambda: reports.append(candidate.step()))
     return TimedUpdate(seconds, reports[0].loss, reports[0].reason)
 
 

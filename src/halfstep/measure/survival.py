@@ -40,13 +40,14 @@ from halfstep.observe.emulate import (
     OverflowEvent,
     compute_full_range_factor,
 )
+from halfstep.observe.reachable import find_generators
 from halfstep.observe.recorder import Recorder, run_eagerly
 from halfstep.precision import flags
 from halfstep.precision.hardware import describe_device
 from halfstep.precision.island import island
 from halfstep.precision.precision import widen
+from halfstep.random_state import use_seeded_generators
 from halfstep.step.loss import Counted, DynamicScale, split_loss_and_aux
-from halfstep.step.step_inputs import collect_generator_states, set_generator_states
 
 Gradients = dict[str, Tensor]
 
@@ -108,7 +109,7 @@ def run_emulated_step(
     model, batch = copy_case(case, device)
     if islands:
         island(model, *islands)
-    with make_step_reproducible(device), ExitStack() as active:
+    with make_step_reproducible(case, device), ExitStack() as active:
         if rounding is not None:
             active.enter_context(disable_onednn_for_recurrent(model))
             active.enter_context(Recorder(model, rounding, rounding.run))
@@ -170,14 +171,14 @@ def disable_onednn_for_recurrent(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def make_step_reproducible(device: torch.device) -> Iterator[None]:
-    """Run with fixed random numbers, strict fp32 and no compilation; restore all of it afterwards."""
-    states = collect_generator_states(device)
-    with ExitStack() as active:
-        active.callback(set_generator_states, states, device)
-        active.enter_context(flags.create_fp32_scope("ieee", device))
-        active.enter_context(run_eagerly())
-        torch.manual_seed(SEED)
+def make_step_reproducible(case: Case, device: torch.device) -> Iterator[None]:
+    """Run with fixed random numbers, strict fp32 and no compilation; restore all of it afterwards.
+
+    Generators that the loss function or the batch holds start from their current state each time. Those of the model
+    are copied with it.
+    """
+    held = find_generators(case.loss_fn, case.batch)
+    with use_seeded_generators(SEED, device, held), flags.create_fp32_scope("ieee", device), run_eagerly():
         yield
 
 

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from halfstep.random_state import GeneratorObject, is_generator
+
 _DEEPEST_LEAF = 8
 _MOST_LEAVES = 4096
 """Containers that are searched: an object in the batch may lead to a whole data set."""
@@ -122,9 +124,12 @@ def collect_closure_variables(function: Any) -> dict[str, object]:
     return found
 
 
-def find_generators(*roots: Any) -> list[torch.Generator]:
-    """Return the random number generators that these lead to, such as those of a loss function or a data set."""
-    return [thing for _, thing in iterate_reachable(*roots) if isinstance(thing, torch.Generator)]
+def find_generators(*roots: Any) -> list[GeneratorObject]:
+    """Return the random number generators that these lead to, of torch, NumPy or Python, as those of a loss function.
+
+    The generators that all code shares are not objects, so they are not among them.
+    """
+    return [thing for _, thing in iterate_reachable(*roots) if is_generator(thing)]
 
 
 def _iterate_held_items(thing: Any) -> Iterator[tuple[str, Any]]:

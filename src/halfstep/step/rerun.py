@@ -36,10 +36,11 @@ from halfstep.observe.recorder import Recorder, run_eagerly, strip_compile_wrapp
 from halfstep.precision.converted import compute_as_plain_linear, list_precision_conversions
 from halfstep.precision.island import has_precision_changes, make_temporary_islands, undo_policy
 from halfstep.precision.precision import Precision, widen
+from halfstep.random_state import GeneratorObject, is_generator, preserve_random_state
 from halfstep.step.loss import Counted, divide_and_scale_loss, estimate_window_count, split_loss_and_aux
 from halfstep.step.objective import Objective
 from halfstep.step.rollback import Rollback
-from halfstep.step.step_inputs import LossFactors, StepInputs, collect_generator_states, set_generator_states
+from halfstep.step.step_inputs import LossFactors, StepInputs
 
 HELD = "the loss function's "
 """The prefix of tensors that are reached only through the loss function."""
@@ -55,7 +56,8 @@ class HeldTensors:
     """The modules that the loss function holds outside the model; only the outermost ones."""
     tensors: dict[str, Tensor]
     """The weights and buffers of these modules, and plain tensors of the model and the loss function."""
-    generators: tuple[torch.Generator, ...]
+    generators: tuple[GeneratorObject, ...]
+    """Of torch, NumPy and Python; the generators that all code shares are not among them."""
 
 
 def collect_held_tensors(model: nn.Module, loss_fn: Any, batch: Any = None) -> HeldTensors:
@@ -73,7 +75,7 @@ def collect_held_tensors(model: nn.Module, loss_fn: Any, batch: Any = None) -> H
         tensors |= {f"buffer {_format_held_path(name, holder)}": buffer for name, buffer in module.named_buffers()}
         tensors |= {f"weight {_format_held_path(name, holder)}": weight for name, weight in module.named_parameters()}
     everything = [thing for _, thing in (*found, *on_model, *iterate_reachable(batch))]
-    generators = {id(thing): thing for thing in everything if isinstance(thing, torch.Generator)}
+    generators = {id(thing): thing for thing in everything if is_generator(thing)}
     return HeldTensors(modules, tensors, tuple(generators.values()))
 
 
@@ -112,23 +114,18 @@ def preserve_training_state(
         # Of a large model only the untrained ones, since a copy of all may not fit.
         fits = sum(parameter.numel() for parameter in parameters) <= MOST_COPIED
         rollback.copy_parameters(parameter for parameter in parameters if fits or not parameter.requires_grad)
-    own = {id(each): (each, each.get_state()) for each in holdings.generators}
-    own |= {id(each): (each, each.get_state()) for each, _ in attempt.own_generators}
-    generators = collect_generator_states(device)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     rollback.remember()
     # Backward adds to existing gradients, so a rerun must start without any, as the step did.
     for parameter in parameters:
         parameter.grad = None
-    try:
-        yield rollback
-    finally:
-        rollback.restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        set_generator_states(generators, device)
-        for generator, state in own.values():
-            generator.set_state(state)
+    with preserve_random_state(device, [*holdings.generators, *(generator for generator, _ in attempt.own_generators)]):
+        try:
+            yield rollback
+        finally:
+            rollback.restore()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 def _ignore_findings(_findings: Sequence[Finding]) -> None:
@@ -253,9 +250,7 @@ def rerun_step(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> R
                 active.enter_context(run_eagerly())
                 active.enter_context(Recorder(model, origins, memory=rollback))
             # Last before the run, so that nothing else draws from them in between.
-            set_generator_states(attempt.generators, device)
-            for generator, state in attempt.own_generators:
-                generator.set_state(state)
+            attempt.restore_generators(device)
             shares = run_microbatches(model, attempt, config, device)
             after_backward = origins.order
             if config.on_gradients is not None:

@@ -9,12 +9,10 @@ too. What roundings explain follows from the terms of each sum (`observe/layer_s
 from __future__ import annotations
 
 import math
-import random
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +46,7 @@ from halfstep.step.rerun import (
     run_microbatches,
     widen_trained_weights,
 )
-from halfstep.step.step_inputs import StepInputs, set_generator_states
+from halfstep.step.step_inputs import StepInputs
 
 NO_GRADIENT, ZEROS, NOT_FINITE = "start.no_gradient", "start.zeros", "start.not_finite"
 OUTPUT, GRADIENT, CHOICES, COMPILED = "start.output", "start.gradient", "start.choices", "start.compiled"
@@ -246,7 +244,7 @@ class _ComparisonRuns:
         own = {name: tensor for name, tensor in self._held.tensors.items() if name.startswith((HELD, ATTRIBUTE))}
         batch = [*attempt.microbatches, *(tensor for tensor in own.values() if tensor.numel() <= _LARGE)]
         values = ModuleValues(model, precision.computes, gradients=reference and self._precision.scaled)
-        with preserve_batch(batch), kept, _preserve_host_random(), ExitStack() as active:
+        with preserve_batch(batch), kept, ExitStack() as active:
             active.enter_context(widen_trained_weights(model, precision))
             if reference:
                 active.enter_context(
@@ -257,9 +255,7 @@ class _ComparisonRuns:
                 active.enter_context(run_eagerly())
                 active.enter_context(values)
             # Last before the run, so that nothing else draws from them in between.
-            set_generator_states(attempt.generators, self._device)
-            for generator, state in attempt.own_generators:
-                generator.set_state(state)
+            attempt.restore_generators(self._device)
             config = ReplayConfig(precision, scale=factor, compiled=compiled)
             losses = run_microbatches(model, attempt, config, self._device, self._pair)
             named = [(strip_compile_wrappers(name), parameter) for name, parameter in model.named_parameters()]
@@ -274,19 +270,6 @@ class _ComparisonRuns:
 def _are_all_finite(gradients: Mapping[str, Tensor | None]) -> bool:
     flags = [gradient.isfinite().all() for gradient in gradients.values() if gradient is not None]
     return not flags or bool(torch.stack(flags).all())
-
-
-@contextmanager
-def _preserve_host_random() -> Iterator[None]:
-    """Restore Python's and NumPy's generators, so that each run starts with the same states."""
-    numpy, state = sys.modules.get("numpy"), random.getstate()
-    its = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(its)
 
 
 # -- the judgment ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from halfstep.observe.reachable import (
     select_outermost_modules,
 )
 from halfstep.observe.recorder import identify_storage
+from halfstep.random_state import set_torch_rng_states
 from halfstep.step.memory import unwrap_strided_tensors
 from halfstep.step.objective import Objective
 from halfstep.step.sync import LossFunction
@@ -195,6 +196,12 @@ class StepInputs(NamedTuple):
             self.factors[loss.name] = LossFactors(loss.scale.value, loss.base_count)
             self.reaches[loss.name] = LossReach(objective.trainable, objective.everywhere)
 
+    def restore_generators(self, device: torch.device) -> None:
+        """Set torch's generators to their states before the first micro-batch."""
+        set_torch_rng_states(self.generators, device)
+        for generator, state in self.own_generators:
+            generator.set_state(state)
+
     def with_microbatch(self, loss_fn: LossFunction, batch: Any) -> StepInputs:
         """Return the same step with one more micro-batch, in the context form; the newest loss function runs all."""
         versions = self.versions + list_batch_versions((batch,))
@@ -236,21 +243,3 @@ def find_batch_storages(tree: Sequence[Any]) -> dict[int, str]:
 def _list_storages(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, int]]:
     parts = unwrap_strided_tensors(tensor for _, tensor in named)
     return [(name, key) for (name, _), own in zip(named, parts, strict=True) for key, _ in own]
-
-
-def collect_generator_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators: the CPU's, then the device's."""
-    if device.type in ("cuda", "xpu"):
-        return [torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)]
-    if device.type == "mps":
-        return [torch.get_rng_state(), torch.mps.get_rng_state()]
-    return [torch.get_rng_state()]
-
-
-def set_generator_states(states: Sequence[Tensor], device: torch.device) -> None:
-    """Restore the states that `collect_generator_states` returned."""
-    torch.set_rng_state(states[0])
-    if device.type == "mps":
-        torch.mps.set_rng_state(states[1])
-    elif len(states) > 1:
-        torch.get_device_module(device).set_rng_state(states[1], device)

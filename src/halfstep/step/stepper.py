@@ -19,19 +19,14 @@ from halfstep.errors import WrongUse
 from halfstep.observe.precision_check import PrecisionObserver
 from halfstep.precision.converted import count_model_changes
 from halfstep.precision.island import mark_inner_islands
+from halfstep.random_state import collect_torch_rng_states
 from halfstep.step import checks
 from halfstep.step.loss import ONLY, split_loss_and_aux
 from halfstep.step.objective import LocalFlags, Objective, RankVotes, build_step_report, find_refusing_guard
 from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
 from halfstep.step.report import BUFFER_NOT_FINITE, GUARD, StepReport
 from halfstep.step.start_check import NOT_FINITE, check_start
-from halfstep.step.step_inputs import (
-    StepInputs,
-    TensorNames,
-    collect_generator_states,
-    find_batch_storages,
-    list_batch_versions,
-)
+from halfstep.step.step_inputs import StepInputs, TensorNames, find_batch_storages, list_batch_versions
 from halfstep.step.stepper_base import StepperBase
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
@@ -127,7 +122,7 @@ class Stepper(StepperBase):
         torch.clear_autocast_cache()
         # Before the first random number is drawn: a replay starts from these states. torch's generators only: reading
         # NumPy's and Python's in every step would take many times as long.
-        states, own = collect_generator_states(self.device), self._holdings.generator_states()
+        states, own = collect_torch_rng_states(self.device), self._holdings.generator_states()
         versions = list_batch_versions(microbatches)
         self.attempt = StepInputs(loss_fn, microbatches, only, states, {}, versions, {}, own_generators=own)
         if self._check:

@@ -18,8 +18,8 @@ from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.errors import StateMismatch, check_same_keys
 from halfstep.precision import flags
 from halfstep.precision.hardware import describe_device
+from halfstep.random_state import collect_torch_rng_states, set_torch_rng_states
 from halfstep.recipe.strict_yaml import iterate_dotted_keys
-from halfstep.step.step_inputs import collect_generator_states, set_generator_states
 
 INDIFFERENT = ("halfstep",)
 """Facts that are recorded but do not affect the bits."""
@@ -146,7 +146,7 @@ def collect_rng_states(device: torch.device) -> GeneratorStates:
     return {
         "python": (version, torch.tensor(words), gauss),
         "numpy": (name, torch.tensor(np.asarray(keys, dtype=np.int64)), *rest),
-        "torch": collect_generator_states(device),
+        "torch": collect_torch_rng_states(device),
     }
 
 
@@ -169,7 +169,7 @@ def restore_rng_states(state: Any, device: torch.device) -> None:
     name, keys, *rest = state["numpy"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    set_generator_states(state["torch"], device)
+    set_torch_rng_states(state["torch"], device)
 
 
 def _describe_generator_form(generator: Any) -> list[Any]:

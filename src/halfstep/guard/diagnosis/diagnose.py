@@ -273,7 +273,9 @@ class _DiagnosisCase:
 
     def _verdict_not_reproducible(self, evidence: str) -> Verdict:
         known = {id(generator) for generator, _ in self.attempt.own_generators}
-        unknown = any(id(generator) not in known for generator in self._held.generators)
+        # Of the others, no state before the step is recorded in any case.
+        held = [generator for generator in self._held.generators if isinstance(generator, torch.Generator)]
+        unknown = any(id(generator) not in known for generator in held)
         told = (evidence, *((explain.OWN_GENERATOR,) if unknown else ()))
         return Verdict(NOT_REPRODUCIBLE, explain.NOT_AGAIN, None, told, (_SKIP,))
 

@@ -30,7 +30,7 @@ _PLAIN = (Tensor, int, float, str, bytes, type(None))
 
 
 class GeneratorFinder:
-    """A finder of generators: the model and the loss function are searched once, the batch in every step."""
+    """A finder of torch's generators: the model and the loss function are searched once, the batch in every step."""
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
@@ -41,14 +41,19 @@ class GeneratorFinder:
         """Return each generator with its current state."""
         key = self._key(loss_fn)
         if key != self._looked_at:
-            self._looked_at, self._found = key, find_generators(loss_fn, self._stepper.model)
-        found = self._found if _is_plain_batch(batch) else {*self._found, *find_generators(batch)}
+            self._looked_at, self._found = key, _find_torch_generators(loss_fn, self._stepper.model)
+        found = self._found if _is_plain_batch(batch) else {*self._found, *_find_torch_generators(batch)}
         return [(generator, generator.get_state()) for generator in found]
 
     def _key(self, loss_fn: Any) -> Any:
         """Return a key that is the same for a lambda written inside a loop, which is a new object in every step."""
         held = tuple(map(id, collect_closure_variables(loss_fn).values()))
         return id(getattr(loss_fn, "__code__", loss_fn)), held, self._stepper.model_version
+
+
+def _find_torch_generators(*roots: Any) -> list[torch.Generator]:
+    # Before each step only torch's: reading the states of Python's and NumPy's would take many times as long.
+    return [generator for generator in find_generators(*roots) if isinstance(generator, torch.Generator)]
 
 
 def _is_plain_batch(batch: Any, deep: int = 3) -> bool:

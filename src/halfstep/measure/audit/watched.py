@@ -173,7 +173,7 @@ def _run_step_at_scale(
     listeners = Listeners(model, precision, rounding)
     try:
         with (
-            make_step_reproducible(device),
+            make_step_reproducible(case, device),
             precision.scope(device),
             disable_onednn_for_recurrent(model),
             ExitStack() as active,

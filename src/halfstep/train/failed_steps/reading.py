@@ -41,11 +41,12 @@ from halfstep.files import LARGEST_JSON, parse_strict_json
 from halfstep.guard.verdict import StepHistory, Verdict
 from halfstep.precision.island import island
 from halfstep.precision.select import Choice, choose_precision
+from halfstep.random_state import collect_torch_rng_states
 from halfstep.recipe.changes import SAFE
 from halfstep.recipe.sources import read_recipe_bytes as read_recipe_file
 from halfstep.recipe.strict_yaml import iterate_dotted_keys, parse_yaml
 from halfstep.step.report import StepReport
-from halfstep.step.step_inputs import LossFactors, StepInputs, collect_generator_states, list_batch_versions
+from halfstep.step.step_inputs import LossFactors, StepInputs, list_batch_versions
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
 from halfstep.train.run_folder import RECIPE
@@ -310,7 +311,7 @@ def _build_factor(scale: Any, base: Any) -> LossFactors:
 
 def _fit_generator_states(states: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return the random states; those of another kind of device are replaced by this device's own."""
-    here = collect_generator_states(device)
+    here = collect_torch_rng_states(device)
     fitting = [own.shape == found.shape and own.dtype == found.dtype for own, found in zip(here, states, strict=False)]
     if not fitting or not fitting[0]:
         raise ValueError("no random state of torch")
