@@ -27,6 +27,7 @@ from halfstep.data.layout import FEW, Rule, compute_split_positions, select_vali
 from halfstep.errors import BadData, HalfstepError
 from halfstep.errors import BadSample as BadSample
 from halfstep.numbers import format_counted_noun
+from halfstep.random_state import preserve_host_random_state
 
 if TYPE_CHECKING:
     from halfstep.data.shards import Shards
@@ -411,26 +412,9 @@ class ReadSample(NamedTuple):
 @contextmanager
 def seed_generators_temporarily(seed: int) -> Iterator[None]:
     """Seed the generators inside the context, and restore them after it."""
-    with preserve_generator_states():
+    with preserve_host_random_state():
         seed_generators(seed)
         yield
-
-
-@contextmanager
-def preserve_generator_states(devices: Sequence[int] = ()) -> Iterator[None]:
-    """Let code inside the context use torch's, Python's and NumPy's generators, and restore them after it.
-
-    Of the devices, only the generators of `devices` are restored. NumPy takes 0.1 ms for it: negligible once per batch,
-    noticeable once per sample.
-    """
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        # No devices by default: samples draw from the host generators only.
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def seed_generators(seed: int) -> None:
@@ -469,7 +453,7 @@ class KeyedDataset(Dataset[ReadSample]):
         """Return the items of a batch, up to the first error; DataLoader calls it once per batch."""
         items: list[ReadSample] = []
         try:
-            with preserve_generator_states():
+            with preserve_host_random_state():
                 numbers = [number for _, number in keys if number not in self.too_slow]
                 for place in prefetch_samples(self.source, numbers):
                     if self.begin is not None:

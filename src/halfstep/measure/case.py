@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from halfstep.errors import WrongUse
 from halfstep.measure.assumption import Assumption
 from halfstep.measure.setting import StepSetting
+from halfstep.observe.reachable import find_generators
 from halfstep.precision.hardware import Device
 from halfstep.precision.names import AMP, AUTO, parse_policy_name, parse_precision
 from halfstep.precision.precision import PRECISIONS, Precision, resolve_precision_name
 from halfstep.precision.select import choose_precision
+from halfstep.random_state import preserve_random_state
 
 LossFunction = Callable[[nn.Module, Any], Any]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -80,8 +82,9 @@ def build_case(model: nn.Module, loss_fn: LossFunction, batch: Any, *, name: str
     the loader yields no batch, or if the model has no trainable parameter.
     """
     if isinstance(batch, DataLoader):
-        # A DataLoader draws a base seed from the global generator when its iterator is created.
-        with torch.random.fork_rng(devices=[]):
+        # A DataLoader draws a base seed from torch's generator when its iterator is created, its sampler draws from its
+        # own, and a data set from any.
+        with preserve_random_state(objects=find_generators(batch)):
             first = next(iter(batch), None)
         if first is None:
             raise WrongUse(

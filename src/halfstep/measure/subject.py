@@ -18,6 +18,7 @@ from torch import nn
 
 from halfstep.errors import HalfstepError, WrongUse, convert_import_error
 from halfstep.measure.case import SEED, Case, LossFunction, build_case, check_case_trainable
+from halfstep.random_state import build_seeded_states, preserve_random_state, restore_random_states
 from halfstep.user_code import NO_FILE, format_line_place, list_lines_outside
 
 _OWN_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -45,20 +46,17 @@ class Subject:
         """Return the case as `open` does; the data of a recipe need not be here."""
         if self.is_own_code:
             return self.open()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
+        with _use_own_random_numbers():
             from halfstep.measure.recipe_case import build_case_synthetic_fallback
 
             return check_case_trainable(build_case_synthetic_fallback(self.text, self.settings))
 
     def open(self) -> Case:
-        """Return the case, with the same random weights each time; the caller's random state is restored.
+        """Return the case, with the same random weights and batch each time; the caller's random state is restored.
 
         Raises `WrongUse` if settings are given with `module:callable`, or if the user's code does not return a case.
         """
-        # devices=[]: models are built on the CPU; the default would fork the generators of all CUDA devices.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
+        with _use_own_random_numbers():
             if not self.is_own_code:
                 # Imported here: a case of the user's own must not need the trainer's packages.
                 from halfstep.measure.recipe_case import build_recipe_case
@@ -107,12 +105,23 @@ def resolve_subject(
         return Subject(str(given), tuple(words))
     if callable(given):
         name = f"{given.__module__}:{getattr(given, '__qualname__', type(given).__name__)}"
-        return _refuse_settings(_make_case(given, name), words)
+        # It may seed generators, as a script does.
+        with preserve_random_state():
+            return _refuse_settings(_make_case(given, name), words)
     raise WrongUse(
         f"{describe_given_object(given)} as the subject of a measurement",
         allowed="a model with loss_fn and batch, a case (module:callable), or a recipe by name or path",
         do="write a recipe to a .yaml file, and give its path" if isinstance(given, Mapping) else "name one of them",
     )
+
+
+@contextmanager
+def _use_own_random_numbers() -> Iterator[None]:
+    with preserve_random_state():
+        restore_random_states(build_seeded_states(SEED))
+        # A case may be built on any accelerator.
+        torch.manual_seed(SEED)
+        yield
 
 
 def describe_given_object(given: object) -> str:

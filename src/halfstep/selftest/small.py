@@ -6,14 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from halfstep.random_state import use_seeded_generators
+
 CLASSES = 4
 Batch = tuple[Tensor, Tensor]
 
 
 def build_convolutional_model(device: torch.device, *, width: int = 16) -> nn.Module:
     """Return the model, with the same weights every time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with use_seeded_generators(0):
         model = nn.Sequential(
             nn.Conv2d(3, width, 3, padding=1),
             nn.BatchNorm2d(width),

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from halfstep import distributed
-from halfstep.data.dataset import preserve_generator_states
 from halfstep.errors import NotBegun, WrongUse, format_error_line
 from halfstep.launch_variables import convert_slurm_variables, read_count_variable, read_launched_rank
 from halfstep.peers import Peers, compute_host_id, parse_processes, read_own_process
 from halfstep.precision.hardware import describe_device, list_device_types
+from halfstep.random_state import preserve_random_state
 from halfstep.recipe.schema import AUTO
 from halfstep.train.peer_watch import PeerWatch
 from halfstep.train.signals import build_not_begun_error, interrupt_on_signal
@@ -161,9 +161,8 @@ def build_store_prefix(environment: Mapping[str, str]) -> str:
 
 def preserve_rng() -> AbstractContextManager[None]:
     """Return a context that restores all random generators at its end: a run seeds them for itself."""
-    return preserve_generator_states(
-        [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-    )
+    # Also those of an accelerator that nothing has used so far: a run seeds them, too.
+    return preserve_random_state(torch.accelerator.current_accelerator(check_available=True))
 
 
 def resolve_device(name: str) -> torch.device:

@@ -18,7 +18,7 @@ from halfstep.formats import is_narrow
 from halfstep.measure.audit.page import Audit
 from halfstep.measure.audit.report import LEAST_HEADROOM, IslandVerdict, build_module_rows, judge_island
 from halfstep.measure.audit.watched import Listeners, ObservedStep, run_watched_step
-from halfstep.measure.case import Case, LossFunction, resolve_precision
+from halfstep.measure.case import SEED, Case, LossFunction, resolve_precision
 from halfstep.measure.memory.devices import Target, device_named
 from halfstep.measure.memory.estimate import clear_fake_constants, mock_gpu
 from halfstep.measure.memory.fake_tensors import (
@@ -37,10 +37,12 @@ from halfstep.numbers import format_number
 from halfstep.observe.emulate import BACKWARD, OverflowEvent
 from halfstep.observe.lint.calls import LossFunctionCalls
 from halfstep.observe.lint.listener import PlacedFinding
+from halfstep.observe.reachable import find_generators
 from halfstep.observe.recorder import Recorder
 from halfstep.precision.hardware import list_device_types
 from halfstep.precision.island import find_islands
 from halfstep.precision.precision import Precision, resolve_precision_name
+from halfstep.random_state import use_seeded_generators
 from halfstep.status_line import OnProgress
 
 _DEVICE = "cuda"
@@ -53,7 +55,8 @@ def trace_fake_step(make_case: Callable[[], Case], precision: Precision) -> Obse
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tensors without storage and about the missing driver
         case = clear_fake_constants(build_fake_case(make_case, mode))
-        with mode, mock_gpu(), replace_torch_backward(), refuse_number_reads(_WHY):
+        drawn = use_seeded_generators(SEED, objects=find_generators(case.loss_fn, case.batch))
+        with drawn, mode, mock_gpu(), replace_torch_backward(), refuse_number_reads(_WHY):
             calls: list[Any] = []
 
             def recorded(model: nn.Module, batch: Any) -> Any:

@@ -43,10 +43,12 @@ from halfstep.measure.memory.timeline import UPDATE, MemoryBlock, Moment, Timeli
 from halfstep.measure.memory.values import ValueTracker
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, resolve_subject
+from halfstep.observe.reachable import find_generators
 from halfstep.observe.recorder import run_eagerly
 from halfstep.precision.hardware import describe_device, find_format_support
 from halfstep.precision.names import AUTO
 from halfstep.precision.precision import Precision
+from halfstep.random_state import preserve_random_state, use_seeded_generators
 
 # -- notes ------------------------------------------------------------------------------------------------------------
 # Write the remarks that readers of a ledger need.
@@ -306,10 +308,10 @@ def _estimate_ledger_once(
 ) -> Ledger:
     mode = create_fake_mode()
     precision = resolve_precision(setting.precision, device)
-    with _treat_fakes_as_real(), torch.random.fork_rng(devices=[]), run_eagerly(), silence_torch_log():
-        torch.manual_seed(SEED)
+    with _treat_fakes_as_real(), use_seeded_generators(SEED), run_eagerly(), silence_torch_log():
         case = build_fake_case(make_case, mode, tracker)
-        with mode, tracker, refuse_number_reads():
+        held = find_generators(case.loss_fn, case.batch)
+        with preserve_random_state(objects=held), mode, tracker, refuse_number_reads():
             candidate = FakeCandidate(case, setting, precision, device, tracker)
             with candidate.recorder():
                 candidate.step()

@@ -24,7 +24,7 @@ from halfstep.errors import PrecisionRefused, WrongUse
 from halfstep.measure.batches import count_samples, resize_batch
 from halfstep.measure.batches import move_batch as placed_batch
 from halfstep.measure.candidate import Candidate
-from halfstep.measure.case import Case, CaseData
+from halfstep.measure.case import SEED, Case, CaseData
 from halfstep.measure.conditions import Conditions, collect_conditions
 from halfstep.measure.profile.facts import ANOMALY, THREADS, Feeding, ProfileFacts, SlowSwitch, StepTimes, Warming
 from halfstep.measure.profile.operations import (
@@ -36,11 +36,13 @@ from halfstep.measure.profile.operations import (
 )
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.timing import STABLE, Stopwatch, race_candidates, warm_up_candidate
+from halfstep.observe.reachable import find_generators
 from halfstep.precision.flags import read_fp32_flags
 from halfstep.precision.hardware import describe_device, find_format_support
 from halfstep.precision.names import AMP, AUTO, parse_precision
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.precision.select import choose_precision
+from halfstep.random_state import use_seeded_generators
 from halfstep.step.loss import Counted, split_loss_and_aux
 from halfstep.step.report import GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
 from halfstep.step.window import Window
@@ -308,7 +310,10 @@ class ProfiledCase:
     def measure(self, stage: str, seconds: float) -> MeasuredFacts:
         """Run a stage, none if its name is empty; return all facts so far."""
         if stage:
-            self.facts = STAGES[stage].measure(self, seconds)
+            # The data set, its loader and the loss function may hold generators; steps and reads draw from all.
+            held = find_generators(self.case.loss_fn, self.case.batch, self.case.data)
+            with use_seeded_generators(SEED, self.device, held):
+                self.facts = STAGES[stage].measure(self, seconds)
         return MeasuredFacts(self.facts, self._conditions, self._interrupted)
 
     def _describe_case(self) -> ProfileFacts:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from halfstep import distributed
 from halfstep.errors import WrongUse
 from halfstep.measure.batches import count_samples, list_tensors, move_batch, resize_batch, sum_storage_bytes
-from halfstep.measure.case import Case, resolve_precision
+from halfstep.measure.case import SEED, Case, resolve_precision
 from halfstep.measure.memory.estimate import replace_attribute
 from halfstep.measure.memory.fake_tensors import (
     OptimizerNumberMode,
@@ -35,8 +35,10 @@ from halfstep.measure.memory.fake_tensors import (
 from halfstep.measure.memory.fake_tensors import move_fake_model as placed_model
 from halfstep.measure.scale.layout import CollectiveGroup, RankLayout
 from halfstep.measure.setting import StepSetting
+from halfstep.observe.reachable import find_generators
 from halfstep.precision.island import mark_inner_islands
 from halfstep.precision.precision import Precision
+from halfstep.random_state import use_seeded_generators
 from halfstep.step.objective import AGREEMENT_BYTES
 from halfstep.step.shard_units import ShardUnit, apply_fully_shard, create_shard_mesh, list_shard_units
 from halfstep.train.activation_checkpointing import checkpoint_activations
@@ -103,7 +105,8 @@ def count_rank_bytes(make_case: Callable[[], Case], setting: StepSetting, layout
     case = build_fake_case(make_case, mode)
     mark_inner_islands(case.model)
     # The mesh has numbers, and is made before the mode.
-    with _open_fake_group(layout) as mesh, mode, refuse_number_reads("ranks are counted without computing any"):
+    drawn = use_seeded_generators(SEED, objects=find_generators(case.loss_fn, case.batch))
+    with _open_fake_group(layout) as mesh, drawn, mode, refuse_number_reads("ranks are counted without computing any"):
         placed_model(case.model, _HOST, channels_last=False)  # a large recipe's model is built on no device
         if layout.shard_size == 1:
             return _count_replicated(case, setting, precision, layout)

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from halfstep.measure.parity import compare_paired_metrics, compute_margin, compute_smallest_margin
 from halfstep.precision.precision import Precision, resolve_precision_name
+from halfstep.random_state import use_seeded_generators
 from halfstep.selftest.part import PartContext, PartResult, require
 from halfstep.step.stepper import Stepper
 
@@ -39,8 +40,7 @@ def check(place: PartContext) -> PartResult:
 
 def _train_and_validate(device: torch.device, precision: Precision, seed: int) -> float:
     """Return the loss on data that was not trained on; the seed decides which samples are."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with use_seeded_generators(0):
         teacher, model = _build_network(), _build_network().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), _RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from halfstep.guard.diagnosis.diagnoser import diagnose
 from halfstep.guard.verdict import CODE, PRECISION, Cause, Verdict
 from halfstep.precision.precision import Precision, resolve_precision_name
+from halfstep.random_state import use_seeded_generators
 from halfstep.selftest.part import PartContext, PartResult, require
 from halfstep.step.loss import StaticScale
 from halfstep.step.report import LOSS_NOT_FINITE
@@ -66,8 +67,7 @@ def check(place: PartContext) -> PartResult:
 
 
 def _diagnose_planted(planted: nn.Module, precision: Precision, device: torch.device) -> Verdict:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with use_seeded_generators(0):
         model = _Model(planted).to(device)
     inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).to(device)
     scale = StaticScale(1.0) if precision.scaled else None

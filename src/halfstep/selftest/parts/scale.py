@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.precision.precision import resolve_precision_name
+from halfstep.random_state import use_seeded_generators
 from halfstep.selftest.part import PartContext, PartFailed, PartResult, require
 from halfstep.step.loss import DynamicScale, LossScale, StaticScale
 from halfstep.step.report import GRADIENT_OVERFLOW
@@ -70,8 +71,7 @@ def _follow_scale(device: torch.device) -> int:
 
 
 def _model(device: torch.device) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with use_seeded_generators(0):
         model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
     return model.to(device)
 
