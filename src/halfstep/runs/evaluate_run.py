@@ -63,6 +63,7 @@ def evaluate(
     from halfstep.train.run_folder import find_recipe_file
 
     find_recipe_file(folder)  # fails before torch is loaded, which takes seconds
+    from halfstep.random_state import preserve_random_state
     from halfstep.runs.evaluate import measure_weights
     from halfstep.runs.finished import open_finished, replace_validation_data
     from halfstep.runs.registry import resolve_own_task
@@ -71,11 +72,12 @@ def evaluate(
     finished = open_finished(folder, weights=str(weights), precision=precision, own=own)
     if data is not None:
         finished = replace_validation_data(finished, Path(os.path.expanduser(data)))
-    with display_progress("evaluating", "batches") as on_progress:
-        found = measure_weights(finished, "validation" if data is None else str(data), on_progress)
-    if not tables and image is None:
-        return found.report
-    return replace(found.report, written=_write_files(found, finished, tables, image, samples))
+    with preserve_random_state(finished.device):
+        with display_progress("evaluating", "batches") as on_progress:
+            found = measure_weights(finished, "validation" if data is None else str(data), on_progress)
+        if not tables and image is None:
+            return found.report
+        return replace(found.report, written=_write_files(found, finished, tables, image, samples))
 
 
 def _check_files(tables: Sequence[Path], picture: Path | None, overwrite: bool) -> None:

@@ -84,12 +84,13 @@ def export(
     from halfstep.train.run_folder import find_recipe_file
 
     find_recipe_file(folder)  # fails before torch is loaded, which takes seconds
+    from halfstep.random_state import preserve_random_state
     from halfstep.runs.export import load_export_weights
     from halfstep.runs.registry import resolve_own_task
 
-    return _write_export(
-        load_export_weights(folder, weights, ema, None if task is None else resolve_own_task(task)), folder, file, kind
-    )
+    own = None if task is None else resolve_own_task(task)
+    with preserve_random_state():
+        return _write_export(load_export_weights(folder, weights, ema, own), folder, file, kind)
 
 
 def export_sharded(
@@ -165,10 +166,11 @@ def _write_folder(
     from halfstep.train.run_folder import find_recipe_file
 
     find_recipe_file(run)
+    from halfstep.random_state import preserve_random_state
     from halfstep.runs.folder_export import export_folder
     from halfstep.runs.registry import resolve_own_task
 
-    with _replace_write_errors(place, "FOLDER"):
+    with _replace_write_errors(place, "FOLDER"), preserve_random_state():
         return export_folder(run, place, weights, ema, None if task is None else resolve_own_task(task), merge)
 
 

@@ -20,6 +20,7 @@ from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal.events import Journal
 from halfstep.page import Page, Paragraph
 from halfstep.precision.select import Choice, choose_precision
+from halfstep.random_state import preserve_random_state
 from halfstep.recipe.resolve import validate_against_schema
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import find_task_class
@@ -93,7 +94,9 @@ def open_finished(folder: Path, *, weights: str, precision: str | None, own: typ
     recipe = task.recipe
     device = resolve_device(recipe.train.device)
     path = folder / WHICH[weights] if weights in WHICH else Path(weights)
-    model = move_model_to_device(load_task_model(task, path), device, recipe.train.channels_last)
+    # A model is built with random weights before its own are loaded.
+    with preserve_random_state(device):
+        model = move_model_to_device(load_task_model(task, path), device, recipe.train.channels_last)
     if precision is None:
         # The guard's islands belong to the run's own precision; another precision may not need them.
         remedies = _read_run_remedies(folder)

@@ -85,7 +85,11 @@ def load_task_file(path: str | Path) -> tuple[type[Task], str]:
     # Read once, so that the digest is that of the executed source even if the file changes meanwhile.
     text = _read_task_source(path)
     digest = hashlib.sha256(text).hexdigest()
-    module = _execute_file(path, text, digest)
+    from halfstep.random_state import preserve_random_state
+
+    # It may seed generators, as scripts do.
+    with preserve_random_state():
+        module = _execute_file(path, text, digest)
     return _find_module_task(module, str(path)), digest
 
 

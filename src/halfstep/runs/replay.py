@@ -26,6 +26,7 @@ from halfstep.observe.recorder import has_compiled_code
 from halfstep.precision.names import parse_precision
 from halfstep.precision.precision import Precision, resolve_precision_name
 from halfstep.precision.select import Choice, choose_precision
+from halfstep.random_state import use_seeded_generators
 from halfstep.recipe.schema import AUTO
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.finished import load_saved_task
@@ -57,6 +58,8 @@ from halfstep.train.process_group import resolve_device
 from halfstep.train.run_folder import RECIPE, find_recipe_file, is_finished
 from halfstep.train.setup import compile_in_place, make_model, remove_initial_weights
 from halfstep.train.task import Task
+
+_SEED = 0
 
 
 def replay(
@@ -90,14 +93,17 @@ def replay(
         )
     asked = parse_precision(precision).name if precision else None
     record = read_failed_step(_choose_step(folder, found, attempt))
-    replayed = load_recorded_step(record, precision=asked, own=None if task is None else resolve_own_task(task))
-    findings = _ReplayFindings()
-    try:
-        with display_progress("replaying", "reruns") as on_progress:
-            _rerun_all(replayed, findings, on_progress)
-        findings.do, findings.command = _suggest_replay_remedy(findings.verdict, replayed, folder, task)
-    except KeyboardInterrupt:
-        findings.interrupted = True
+    own = None if task is None else resolve_own_task(task)
+    # The record has the states of torch's generators. Python's and NumPy's are the same in every replay.
+    with use_seeded_generators(_SEED, torch.accelerator.current_accelerator(check_available=True)):
+        replayed = load_recorded_step(record, precision=asked, own=own)
+        findings = _ReplayFindings()
+        try:
+            with display_progress("replaying", "reruns") as on_progress:
+                _rerun_all(replayed, findings, on_progress)
+            findings.do, findings.command = _suggest_replay_remedy(findings.verdict, replayed, folder, task)
+        except KeyboardInterrupt:
+            findings.interrupted = True
     return ReplayReport(
         run=folder,
         recorded=_describe_step(record),
