@@ -396,6 +396,23 @@ def test_what_may_be_an_average_is_refused_by_name_and_can_be_said(make: Any, me
         scaler.include(things[-1], hold=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.wording
+def test_an_optimizer_in_backward_of_an_included_model_is_refused() -> None:
+    model = Net()
+    muon = torch.optim.Muon([model.first.weight], lr=1e-2)
+
+    def step_and_free(p: Tensor) -> None:
+        muon.step()
+        muon.zero_grad()
+
+    handle = model.first.weight.register_post_accumulate_grad_hook(step_and_free)
+    scaler = halfstep.GradScaler("cpu", precision="bf16")
+    with pytest.raises(WrongUse, match=r"first\.weight of the model has an optimizer in backward"):
+        scaler.include(model)
+    handle.remove()
+    scaler.include(model)
+
+
 def test_a_named_method_is_held_where_forward_moves_the_average() -> None:
     model = Net()
     average = LitShape(model)

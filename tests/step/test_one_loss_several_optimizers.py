@@ -286,6 +286,24 @@ def test_an_optimizer_in_backward_is_refused() -> None:
 
 
 @pytest.mark.wording
+def test_an_optimizer_in_backward_over_the_other_parameters_of_the_model_is_refused() -> None:
+    model = Mixed()
+    matrices, rest = split(model)
+    muons = {p: torch.optim.Muon([p], 1e-2) for p in matrices}
+
+    def hook(parameter: Tensor) -> None:
+        muons[parameter].step()
+        muons[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in matrices]
+    with pytest.raises(WrongUse, match=r"blocks\.0\.weight of the model has an optimizer in backward"):
+        Stepper(model, torch.optim.AdamW(rest, 1e-3), precision="fp32")
+    for handle in handles:
+        handle.remove()
+    assert Stepper(model, torch.optim.AdamW(rest, 1e-3), precision="fp32").step(next_token, tokens()).applied
+
+
+@pytest.mark.wording
 def test_torchs_own_optimizer_in_backward_is_refused() -> None:
     model = nn.Linear(16, 4)
     with warnings.catch_warnings():

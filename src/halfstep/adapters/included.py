@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
-from halfstep.step.checks import check_no_lazy_modules
+from halfstep.step.checks import check_no_lazy_modules, check_no_optimizer_in_backward
 from halfstep.step.optimizer_slot import ParamTracker
 from halfstep.step.rollback import Rollback, has_state_dict
 from halfstep.user_code import warn_user
@@ -216,6 +216,7 @@ class IncludedObjects:
         """Cover a module, or an object with a state; raise WrongUse for anything else."""
         if isinstance(thing, nn.Module):
             check_no_lazy_modules(thing)
+            check_no_optimizer_in_backward(thing, {})
             self._modules.append((thing, ParamTracker(thing, [])))
             thing.register_forward_pre_hook(_ForwardHook(self.forward_begins))
         elif not has_state_dict(thing):

@@ -38,7 +38,7 @@ def check_model_and_optimizers(
         _check_meta_and_foreign(owned, names, ranks)
         trained = [p for p in owned if p.requires_grad and not (narrow and p.dtype is torch.bfloat16)]
         check_trained_weights_wide(trained, model, names)
-        _check_optimizer_in_backward(name, owned, names)
+    check_no_optimizer_in_backward(model, optimizers)
     _check_distinct_parameters(optimizers, names)
     return _find_stale_optimizer(model, optimizers)
 
@@ -234,15 +234,20 @@ def _check_no_offload(name: str, optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _check_optimizer_in_backward(name: str, owned: list[torch.Tensor], names: Mapping[int, str]) -> None:
+def check_no_optimizer_in_backward(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     """Refuse an optimizer in backward: it updates before it is known whether the gradients are finite."""
-    for p in owned:
+    names = {id(p): name for name, p in model.named_parameters()}
+    owners = {id(p): name for name, optimizer in optimizers.items() for p in list_optimizer_parameters(optimizer)}
+    owned = [p for optimizer in optimizers.values() for p in list_optimizer_parameters(optimizer)]
+    for p in (*owned, *model.parameters()):
         hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
         if hasattr(p, "_in_backward_optimizers") or any(map(_steps_an_optimizer, hooks.values())):
+            owner = f"optimizer {owners[id(p)]!r}" if id(p) in owners else "the model"
             raise WrongUse(
-                f"{names.get(id(p), 'a parameter')} of optimizer {name!r} has an optimizer in backward",
+                f"{names.get(id(p), 'a parameter')} of {owner} has an optimizer in backward",
                 allowed="an optimizer that is stepped once, after all gradients were judged",
-                do="remove the hook of register_post_accumulate_grad_hook that calls optimizer.step()",
+                do="remove the hook of register_post_accumulate_grad_hook that calls optimizer.step(), and step this "
+                "optimizer like the others; Stepper takes several: {'muon': muon, 'adamw': adamw}",
             )
 
 
