@@ -8,6 +8,8 @@ The projects are text files in benchmarks/doctor_projects/, one for each kind of
     kind: what the mistakes of this file have in common
     === NAME                 a project; `=== NAME (healthy)` has no mistake: the twin of the broken NAME
     ready: yes               whether `halfstep doctor` ends with exit code 0; left out where any end will do
+    verdict: WORDS           the start of the first line of `halfstep doctor`; left out where any will do
+    precision: WORDS         the start of its line "mixed precision:"; left out where any will do
     finding: RULE [FILE]     a finding that has no line
     --- FILE                 a file of the project, up to the next line of this kind
     some code  <-- RULE      the doctor must report RULE at this line; `<-- unruled`: a mistake that no rule finds yet
@@ -44,10 +46,15 @@ from halfstep.doctor.fixing import plan_fixes
 from halfstep.doctor.located import LocatedFinding
 from halfstep.doctor.patch import write_texts
 from halfstep.doctor.project_check import build_project_report, examine_project
+from halfstep.doctor.project_page import ProjectReport
+from halfstep.draw.terminal import render_plain_text
 
 CORPUS = Path(__file__).with_suffix("")
 HEALTHY = " (healthy)"
 UNRULED = "unruled"
+_WIDE = 500
+"""Columns of a page on which no line is wrapped."""
+_PRECISION = "  mixed precision: "
 NEAR = 3
 """Lines between a mistake of the list and a finding that names it: people point at a call, rules at its statement."""
 WHOLE_FILE = frozenset({"code.scaler_with_bf16", "code.autocast_round_loop", "code.ema_on_skipped_steps"})
@@ -72,6 +79,8 @@ class Project:
     kind: str
     name: str
     ready: bool | None = None
+    verdict: str = ""
+    precision: str = ""
     files: dict[str, list[str]] = field(default_factory=dict)
     expected: list[Place] = field(default_factory=list)
     unruled: int = 0
@@ -130,6 +139,10 @@ def _read_head(project: Project, head: str) -> None:
         key, _, value = line.partition(": ")
         if key == "ready":
             project.ready = value == "yes"
+        elif key == "verdict":
+            project.verdict = value
+        elif key == "precision":
+            project.precision = value
         elif key == "finding":
             rule, _, file = value.partition(" ")
             project.expected.append(Place(rule, file, None))
@@ -164,9 +177,20 @@ def check(project: Project) -> Outcome:
         expected = Counter(_wherever(project.expected, places))
         false = [str(place) for place in (Counter(places) - expected).elements()]
         missed = [str(place) for place in (expected - Counter(places)).elements()]
-        ready = build_project_report(*examined).status.aligned
-        verdicts = [] if project.ready in (None, ready) else [f"ready: {'yes' if ready else 'no'}"]
+        verdicts = list(_wrong_verdicts(project, build_project_report(*examined)))
         return Outcome(project, len(places), false, missed, _wrong_edits(project, root, found), verdicts)
+
+
+def _wrong_verdicts(project: Project, report: ProjectReport) -> Iterator[str]:
+    """Yield what the doctor says in place of what the project states."""
+    if project.ready not in (None, report.status.aligned):
+        yield f"ready: {'yes' if report.status.aligned else 'no'}"
+    lines = render_plain_text(report.page(), width=_WIDE).splitlines()
+    precision = next(line for line in lines if line.startswith(_PRECISION)).removeprefix(_PRECISION)
+    if not lines[0].startswith(project.verdict):
+        yield f"verdict: {lines[0]}"
+    if not precision.startswith(project.precision):
+        yield f"precision: {precision}"
 
 
 def _wherever(expected: Sequence[Place], found: Sequence[Place]) -> Iterator[Place]:

@@ -239,6 +239,12 @@ def _write_recipe(file: Path, project: Project, runs: list[ProjectRun], status: 
             allowed="a project whose settings agree",
             do="settle them first: halfstep doctor shows them, --fix NAME settles them",
         )
+    if not status.decided:
+        raise WrongUse(
+            f"--write {file}: {status.final}",
+            allowed="a project whose precision is known before the run",
+            do="write the precision where the run decides it: halfstep doctor shows the line",
+        )
     text = convert_to_recipe(project, runs, status.precision)
     with replace_storage_errors(
         f"{file} cannot be written", allowed="a file in a folder that can be written", do="give another name"

@@ -12,7 +12,12 @@ from halfstep.doctor.linking import ProjectRun
 from halfstep.doctor.located import Edit, LocatedFinding
 from halfstep.doctor.patch import apply_text_edits, collect_edits, write_texts
 from halfstep.doctor.project import Project
-from halfstep.doctor.project_check import collect_precisions, examine_project, is_settings_finding
+from halfstep.doctor.project_check import (
+    collect_precisions,
+    examine_project,
+    is_settings_finding,
+    list_runtime_settings,
+)
 from halfstep.doctor.repairs import build_agreeing_edits, build_setting_edits, format_setting_line
 from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources import NOT_GIVEN
@@ -92,6 +97,8 @@ def _plan_precision(folder: str, wanted: str, variables: Mapping[str, str]) -> d
     against = _list_opposing_settings(runs, wanted)
     if against:
         raise _manual_edit_error(against[0], wanted)
+    if computed := list_runtime_settings(runs, wanted):
+        raise _runtime_value_error(computed[0], wanted)
     if left := _find_open_conflict(findings, edited_too=True):
         raise WrongUse(
             f"--fix {wanted} does not end in settings that agree: {left}"[:400],
@@ -167,6 +174,14 @@ def _check_precision(verdict: SettingsVerdict, wanted: str) -> None:
             allowed="--fix settles contradictions",
             do=f"--fix {verdict.precision or 'bf16'}, or write {wanted} at the place that the page names",
         )
+
+
+def _runtime_value_error(setting: FoundSetting, wanted: str) -> WrongUse:
+    return WrongUse(
+        f"--fix {wanted}, but {setting} ({setting.where}) decides at run time, regardless of what the files say",
+        allowed="a project whose files decide; edit Python code yourself",
+        do=f"write there: {format_setting_line(setting, wanted)}",
+    )
 
 
 def _manual_edit_error(setting: FoundSetting, wanted: str) -> WrongUse:

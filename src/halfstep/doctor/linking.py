@@ -73,7 +73,32 @@ def _place_settings(settings: Sequence[FoundSetting], tools: frozenset[str]) -> 
             placed.append(_apply_argument(setting, flags[setting.argument]))
         elif setting.argument not in given or setting.kind != "launch":
             placed.append(_add_owner(setting, settings, tools))
-    return placed
+    return [_add_candidates(setting, placed) for setting in placed]
+
+
+def _add_candidates(setting: FoundSetting, settings: Sequence[FoundSetting]) -> FoundSetting:
+    """Return a value that is looked up in a configuration with the settings of the run that have its key."""
+    if not setting.lookup:
+        return setting
+    leaf = setting.lookup.rpartition(".")[2]
+    named = [(other, own) for other in settings if other.claim and (own := _find_key(other)).rpartition(".")[2] == leaf]
+    # The section may have a name of its own in the script: `self.config.precision` for `trainer.precision`.
+    exact = [(other, own) for other, own in named if f".{setting.lookup}".endswith(f".{own}") or own == setting.lookup]
+    keyed = [other for other, _ in exact or named]
+    # A flag that somebody types replaces the files and the default.
+    found = [other for other in keyed if other.kind == "launch"] or keyed
+    outcomes = tuple(other.claim for other in found if other.claim) or setting.outcomes
+    return replace(setting, candidates=tuple(found), outcomes=outcomes)
+
+
+FILES_OF_SCRIPTS = frozenset({"recipe", "hydra", "lightning", "transformers"})
+"""Kinds of files that a script may read by itself."""
+
+
+def _find_key(setting: FoundSetting) -> str:
+    """Return the key by which a script may look a setting up."""
+    is_argument = setting.kind in ("launch", "code") and setting.tool in ("script", "transformers")
+    return setting.key if setting.kind in FILES_OF_SCRIPTS else setting.argument if is_argument else ""
 
 
 def _apply_argument(setting: FoundSetting, flag: FoundSetting) -> FoundSetting:

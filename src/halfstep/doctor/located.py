@@ -46,8 +46,13 @@ class LocatedFinding(Finding):
     @property
     def in_tests(self) -> bool:
         """Return whether it is in a test, which decides nothing about the project."""
-        *folders, name = self.file.split("/")
-        return bool(_TESTS & set(folders)) or bool(_TEST_FILE.fullmatch(name))
+        return is_test_file(self.file)
+
+
+def is_test_file(file: str) -> bool:
+    """Return whether a file of a project is a test, by its path in the project."""
+    *folders, name = file.split("/")
+    return bool(_TESTS & set(folders)) or bool(_TEST_FILE.fullmatch(name))
 
 
 def build_located_box(finding: Finding) -> Box:

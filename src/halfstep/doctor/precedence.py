@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 
 from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources import NOT_GIVEN
-from halfstep.precision.names import resolve_claims
+from halfstep.precision.names import NamedPrecision, PrecisionClaim, resolve_claims
 
 PYTHON, ACCELERATE, FABRIC = "python", "accelerate", "fabric"
 """How a run is started: by python or torchrun, by `accelerate launch`, by `fabric run`."""
@@ -81,7 +81,7 @@ def find_reading_order(tool: str, start: str) -> ReadingOrder | None:
 class Provenance:
     """Where a tool's precision comes from in one run."""
 
-    json_keys: ClassVar = ("tool", "start", "precision", "wins=winners", "overrode", "not_read=unread")
+    json_keys: ClassVar = ("tool", "start", "precision", "possible", "wins=winners", "overrode", "not_read=unread")
 
     tool: str
     start: str
@@ -92,18 +92,35 @@ class Provenance:
     unread: list[FoundSetting]
     """Settings of the tool that it does not read when it is started in this way."""
     refuses: bool = False
+    cases: tuple[tuple[PrecisionClaim, ...], ...] = ()
+    """The claims that decide, for each possible outcome; one case unless the run computes the winner."""
+    is_open: bool = False
+    """Whether the run computes the winner, and nothing in the project limits its value."""
 
     @property
-    def precision(self) -> str:
-        """The precision that the tool runs in; fp32 where nothing is set."""
-        claims = [setting.claim for setting in self.winners if setting.claim]
-        return resolve_claims(claims).name if claims else "fp32"
+    def possible(self) -> list[str]:
+        """The precisions that the tool can run in; empty if any of them is possible."""
+        found = dict.fromkeys(resolve_claims(case).name if case else "fp32" for case in self.cases)
+        return [] if self.is_open else list(found)
+
+    @property
+    def precision(self) -> str | None:
+        """The precision that the tool runs in; fp32 where nothing is set, None where only the run knows."""
+        return self.possible[0] if len(self.possible) == 1 else None
+
+    @property
+    def is_assumed(self) -> bool:
+        """Return whether the cases come from settings that the run may not read."""
+        return any(winner.candidates for winner in self.winners)
 
     def disagreeing(self) -> Iterator[FoundSetting]:
-        """Yield the settings without effect that ask for something else than what runs."""
-        for setting in (*self.overrode, *self.unread):
-            if setting.claim and setting.value != NOT_GIVEN and not self._agrees(setting):
-                yield setting
+        """Yield the settings without effect that ask for something else than what runs, whatever the run computes."""
+        if not self.is_open and not self.is_assumed:
+            yield from (s for s in self._list_without_effect() if not any(_agrees(s, case) for case in self.cases))
+
+    def doubtful(self) -> Iterator[FoundSetting]:
+        """Yield the settings without effect that ask for something else than what may run."""
+        yield from (s for s in self._list_without_effect() if not all(_agrees(s, case) for case in self.cases))
 
     def deliberate(self, loser: FoundSetting) -> bool:
         """Return whether it was replaced on purpose: by a flag that somebody typed, or as a script's default.
@@ -113,12 +130,21 @@ class Provenance:
         typed = any(winner.kind == "launch" for winner in self.winners) and loser.rank != "code"
         return not self.refuses and loser not in self.unread and (typed or loser.rank == "default")
 
-    def _agrees(self, setting: FoundSetting) -> bool:
-        assert setting.claim
-        claims = [winner.claim for winner in self.winners if winner.claim]
-        if not claims:
-            return "fp32" not in setting.claim.denies and setting.claim.meaning in ("fp32", "tf32", "auto")
-        return not resolve_claims([*claims, setting.claim]).against
+    def _list_without_effect(self) -> list[FoundSetting]:
+        return [s for s in (*self.overrode, *self.unread) if s.claim and s.value != NOT_GIVEN]
+
+
+def _agrees(setting: FoundSetting, claims: Sequence[PrecisionClaim]) -> bool:
+    assert setting.claim
+    if not claims:
+        return "fp32" not in setting.claim.denies and setting.claim.meaning in ("fp32", "tf32", "auto")
+    return not resolve_claims([*claims, setting.claim]).against
+
+
+class _Decision(NamedTuple):
+    winners: list[FoundSetting]
+    cases: tuple[tuple[PrecisionClaim, ...], ...]
+    is_open: bool
 
 
 def find_provenance(
@@ -133,26 +159,51 @@ def find_provenance(
         return None
     # Every place that the tool reads when it is started in one way or another.
     known = {place for rule in RULES if rule.tool == tool for place in rule.order}
-    speaking = [setting for setting in settings if setting.claim]
+    speaking = [setting for setting in settings if setting.claim or setting.is_computed]
     read = [s for s in speaking if format_precedence(s) in rule.order]
-    unread = [s for s in speaking if format_precedence(s) in known - set(rule.order)]
+    unread = [s for s in speaking if s.claim and format_precedence(s) in known - set(rule.order)]
     unread += [s for s in aside if s.claim and format_precedence(s) in known]
     if not read and not unread:
         return None
-    first = next(
-        (place for place in rule.order if any(_can_decide(tool, s) for s in read if format_precedence(s) == place)),
-        None,
-    )
-    winners = [s for s in read if format_precedence(s) == first]
-    if not winners and tool == "accelerate":
-        # Where accelerate is silent, the DeepSpeed file that it was given decides.
-        winners = [s for s in speaking if s.kind == "deepspeed" and s.claim and s.claim.says]
-    return Provenance(tool, start, winners, [s for s in read if s not in winners], unread, rule.refuses)
+    silent = [s for s in speaking if s.kind == "deepspeed" and s.claim and s.claim.says]
+    places = [[s for s in read if format_precedence(s) == place] for place in rule.order]
+    winners, cases, is_open = _find_decision(tool, places, silent)
+    overrode = [s for s in read if s not in winners]
+    return Provenance(tool, start, winners, overrode, unread, rule.refuses, cases, is_open)
 
 
-def _can_decide(tool: str, setting: FoundSetting) -> bool:
+def _find_decision(tool: str, places: Sequence[list[FoundSetting]], silent: list[FoundSetting]) -> _Decision:
+    """Return the settings that decide, the first place first, and what each outcome of them claims."""
+    computed: list[FoundSetting] = []
+    cases: list[tuple[PrecisionClaim, ...]] = []
+    for here in places:
+        firm = [s for s in here if s.claim]
+        if any(_can_decide(tool, s, s.claim) for s in firm):
+            return _Decision(computed or firm, (*cases, _list_claims(firm)), is_open=False)
+        open_here = [s for s in here if s.is_computed]
+        computed += open_here
+        if any(not s.outcomes for s in open_here):
+            return _Decision(computed, _ANY_CASE, is_open=True)
+        deciding = [[c for c in s.outcomes if c and _can_decide(tool, s, c)] for s in open_here]
+        cases += [(claim,) for claims in deciding for claim in claims]
+        # A value that decides nothing leaves the choice to the next place.
+        if any(claims and len(claims) == len(s.outcomes) for s, claims in zip(open_here, deciding, strict=True)):
+            return _Decision(computed, tuple(cases), is_open=False)
+    # Where accelerate is silent, the DeepSpeed file that it was given decides.
+    last = silent if tool == "accelerate" or (computed and tool == "transformers") else []
+    return _Decision(computed or last, (*cases, _list_claims(last)), is_open=False)
+
+
+_ANY_CASE = tuple((PrecisionClaim("precision", name, NamedPrecision(name)),) for name in ("fp32", "bf16", "fp16"))
+
+
+def _list_claims(settings: Sequence[FoundSetting]) -> tuple[PrecisionClaim, ...]:
+    return tuple(setting.claim for setting in settings if setting.claim)
+
+
+def _can_decide(tool: str, setting: FoundSetting, claim: PrecisionClaim | None) -> bool:
     own = setting.owner in _ONLY_IF_ON and tool in _ONLY_IF_ON
-    return not own or bool(setting.claim and setting.claim.says)
+    return claim is not None and (not own or claim.says is not None)
 
 
 def list_ranked_tools() -> Collection[str]:

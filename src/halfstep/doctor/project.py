@@ -55,6 +55,8 @@ class Project:
     """Files that could not be read, and what the checks of single files found."""
     texts: dict[str, str] = field(default_factory=dict)
     """The text of each file that was read, by its path in the project."""
+    cells: dict[str, str] = field(default_factory=dict)
+    """The code of each notebook, on the lines that it has there."""
     files: int = 0
     more: bool = False
     """Whether there are more files than are read."""
@@ -122,6 +124,7 @@ def _read_project_file(project: Project, place: str) -> None:
             )
             found = [finding for check in CHECKS for finding in check(place, code)] if code else []
             project.findings += [replace(finding, edits=()) for finding in found]
+            project.cells |= {place: code} if code else {}
         elif suffix in _CONFIGURATIONS:
             source = from_configuration(place, text)
             if source:

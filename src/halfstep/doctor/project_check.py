@@ -13,12 +13,22 @@ from halfstep.doctor.checkup import (
     list_settings_findings,
     note_default_file,
 )
-from halfstep.doctor.linking import ProjectRun, link_project_runs
+from halfstep.doctor.code.mixed_precision import find_mixed_precision
+from halfstep.doctor.linking import FILES_OF_SCRIPTS, ProjectRun, link_project_runs
 from halfstep.doctor.located import Edit, LocatedFinding, split_lines
 from halfstep.doctor.precedence import ACCELERATE, Provenance
 from halfstep.doctor.project import Project, read_project
-from halfstep.doctor.project_page import SEVERAL, FileCounts, ProjectReport, ProjectStatus, RunReport
+from halfstep.doctor.project_page import (
+    SEVERAL,
+    FileCounts,
+    ProjectReport,
+    ProjectStatus,
+    RunReport,
+    RuntimeValue,
+    describe_project_precision,
+)
 from halfstep.doctor.repairs import build_setting_edits, format_setting_line
+from halfstep.doctor.run_precision import RunPrecision, RuntimeDecision, resolve_run_precision
 from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
 from halfstep.doctor.settings_page import Conflict
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
@@ -69,7 +79,7 @@ def build_project_report(
     settings = {(s.place, s.line, s.key): s for source in project.sources for s in source.precision}
     settings |= {(s.place, s.line, s.key): s for launch in project.launches for s in launch.source.precision}
     settings |= {(s.place, s.line, s.key): s for run in runs for source in run.sources for s in source.precision}
-    status = build_project_status(runs, findings)
+    status = _add_code(build_project_status(runs, findings), project)
     if not project.files:
         status = replace(status, final="nothing to check: the folder has no script and no configuration")
     return ProjectReport(
@@ -82,10 +92,20 @@ def build_project_report(
     )
 
 
+def _add_code(status: ProjectStatus, project: Project) -> ProjectStatus:
+    """Return the status with the code that decides the precision, where no setting does."""
+    if status.precision is None and not status.disputed and not status.at_run_time:
+        found = find_mixed_precision({**project.texts, **project.cells})
+        status = replace(status, in_code=found.decisions, casts=found.casts)
+    if status.in_code or status.casts or status.at_run_time:
+        status = replace(status, amp=describe_project_precision(status))
+    return status
+
+
 def _build_run_report(run: ProjectRun) -> RunReport:
     files = list(dict.fromkeys(source.place for source in run.sources if source.precision))
     provenance = list(run.provenance())
-    precision = _resolve_run_precision(run, run.provenance()).precision
+    precision = resolve_run_precision(run, provenance).precision
     return RunReport(run.name, run.launch is not None, run.start, files, precision, provenance)
 
 
@@ -150,17 +170,20 @@ def _note_own_words(project: Project) -> Iterator[LocatedFinding]:
 
 def _check_run(project: Project, run: ProjectRun) -> Iterator[LocatedFinding]:
     rows = run.provenance()
-    conflicts = _resolve_run_precision(run, rows).conflicts
-    # Nothing says which of two formats is meant: nothing that follows from either is edited.
-    is_open = any(conflict.is_deepspeed for conflict in conflicts)
+    found = resolve_run_precision(run, rows)
+    # Nothing says which of two formats is meant, or the run replaces what is written: nothing that follows from it is
+    # edited.
+    is_open = any(conflict.is_deepspeed for conflict in found.conflicts) or any(one.beaten for one in found.decisions)
     for row in rows:
         for loser in row.disagreeing():
             if not row.deliberate(loser):
-                found = _build_ignored_finding(project, run, row, loser)
-                yield _drop_edits(found) if is_open else found
+                ignored = _build_ignored_finding(project, run, row, loser)
+                yield _drop_edits(ignored) if is_open else ignored
     settings = run.settings()
-    for conflict in conflicts:
-        yield _build_mismatch_finding(project, conflict, settings)
+    for conflict in found.conflicts:
+        mismatch = _build_mismatch_finding(project, conflict, settings)
+        yield _drop_edits(mismatch) if is_open else mismatch
+    yield from _list_runtime_findings(found)
     for finding in list_settings_findings(run.sources):
         if finding.id not in _SAID_BY_THE_TABLE:
             yield _drop_edits(_locate_finding(finding, run)) if is_open else _locate_finding(finding, run)
@@ -168,37 +191,56 @@ def _check_run(project: Project, run: ProjectRun) -> Iterator[LocatedFinding]:
         yield from check(settings)
 
 
+def _list_runtime_findings(found: RunPrecision) -> Iterator[LocatedFinding]:
+    """Yield an error where no value of a computed setting can be right, a warning where some value is wrong."""
+    for one in found.decisions:
+        if one.refuted:
+            yield _build_refuted_finding(one)
+        elif one.beaten and not any(not one.row.deliberate(loser) for loser in one.row.disagreeing()):
+            yield _build_runtime_finding(one)
+
+
+def _build_refuted_finding(decision: RuntimeDecision) -> LocatedFinding:
+    setting = decision.setting
+    refuted = sorted(decision.refuted, key=lambda one: (one.place, one.line or 0))
+    evidence = "\n".join(f"{s}  ({s.where}): {s.means}" for s in (setting, *refuted))
+    evidence += "\nno possible value agrees with the other settings"
+    fix = _suggest_certain_value(decision.row, decision.beaten)
+    return LocatedFinding("settings.precision_mismatch", "error", evidence, fix, setting.place, setting.line)
+
+
+def _build_runtime_finding(decision: RuntimeDecision) -> LocatedFinding:
+    setting, row = decision.setting, decision.row
+    values = f": {' or '.join(row.possible)}" if row.possible else ""
+    winners = [f"{winner}  ({winner.where})" for winner in row.winners]
+    seen = [f"it is looked up as {s}  ({s.where}), if the run reads that file" for s in setting.candidates]
+    beaten = [f"it beats {s}  ({s.where})" for s in decision.beaten]
+    evidence = "\n".join([*winners, f"decides in {row.tool} at run time{values}", *seen, *beaten])
+    fix = _suggest_certain_value(row, decision.beaten)
+    return LocatedFinding("settings.decided_at_run_time", "warning", evidence, fix, setting.place, setting.line)
+
+
+def _suggest_certain_value(row: Provenance, beaten: Sequence[FoundSetting]) -> str:
+    """Return what to write in the place of a computed value."""
+    winner = row.winners[0]
+    asked = compare_precision_settings(beaten).precision
+    named = asked if asked in list_precision_names() else "bf16"
+    # `TrainingArguments(fp16=...)` becomes `bf16=True`.
+    claim = next((claim for case in row.cases for claim in case if claim.says), None)
+    ways = [
+        f"write the value itself in {winner.where}:\n    {format_setting_line(replace(winner, claim=claim), named)}"
+    ]
+    read = [s.place for s in row.overrode if s.claim and s.value != NOT_GIVEN]
+    if read and winner.kind != "environment":
+        ways.append(f"delete it there, so that {read[0]} decides")
+    own = [s.where for s in beaten if s.kind in FILES_OF_SCRIPTS and s.claim and s.claim.says]
+    if own and winner.kind == "code" and not winner.candidates:
+        ways.append(f"pass the value of {own[0]}, and keep it in that file only")
+    return "\nor: ".join(ways)
+
+
 def _drop_edits(finding: LocatedFinding) -> LocatedFinding:
     return replace(finding, edits=())
-
-
-def _resolve_run_precision(run: ProjectRun, rows: Sequence[Provenance]) -> SettingsVerdict:
-    """Return the precision of a run, and the conflicts between settings that are known to belong together."""
-    # The settings that must agree: those that win in their tool, and those that no tool ranks.
-    # Without a winner the settings that were read say what everybody believes: `fp16: false` and `bf16: false`.
-    lost = [setting for row in rows for setting in (*(row.overrode if row.winners else ()), *row.unread)]
-    compared = [setting for setting in run.settings() if setting not in lost]
-    found = compare_precision_settings([setting for setting in compared if setting.decides])
-    if found.precision is None:
-        # What the project's own flags say is shown, and compared with nothing.
-        return SettingsVerdict(compare_precision_settings(compared).precision, [])
-    certain = [one for one in found.conflicts if not _is_composition(one) and _is_known(one)]
-    is_open = bool(found.conflicts) and not certain and not all(map(_is_composition, found.conflicts))
-    return SettingsVerdict(None if is_open else found.precision, certain)
-
-
-def _is_known(conflict: Conflict) -> bool:
-    """Return whether a program whose words are known reads one of the two, or torch itself does.
-
-    How two settings of the project's own code go together, that code alone knows.
-    """
-    one, other = conflict.one, conflict.other
-    return any(setting.is_judged or setting.owner == "torch" for setting in (one, other))
-
-
-def _is_composition(conflict: Conflict) -> bool:
-    """Return whether one file of Hydra replaces what another says, which is what they are for."""
-    return conflict.one.kind == conflict.other.kind == "hydra" and conflict.one.place != conflict.other.place
 
 
 def _build_ignored_finding(project: Project, run: ProjectRun, row: Provenance, loser: FoundSetting) -> LocatedFinding:
@@ -208,7 +250,12 @@ def _build_ignored_finding(project: Project, run: ProjectRun, row: Provenance, l
     elif by is None:
         why = f"nothing that {_name_starter(run)} reads names a precision: {row.tool} runs in fp32"
     else:
-        why = f"{by}  ({by.where}) wins in {row.tool}, which runs in {row.precision}"
+        winners = (
+            " or ".join(f"{winner}  ({winner.where})" for winner in row.winners)
+            if by.is_computed
+            else f"{by}  ({by.where})"
+        )
+        why = f"{winners} wins in {row.tool}, which runs in {' or '.join(row.possible)}"
     if any(loser in source.precision for source in run.aside) and run.start == ACCELERATE:
         why = f"accelerate launch reads the file that --config_file names, or the default in its own place; {why}"
     elif loser in row.unread:
@@ -231,6 +278,8 @@ def _suggest_repair(
     aside = any(loser in source.precision for source in run.aside)
     if aside and run.launch and run.start == ACCELERATE:
         return _suggest_config_file(project, run, loser)
+    if row.precision is None:
+        return (), _suggest_certain_value(row, [loser])
     edits = build_setting_edits(loser, row.precision, run.settings(), project.texts)
     fix = f"to keep {row.precision}, write in {loser.where}:\n    {format_setting_line(loser, row.precision)}"
     return edits, fix + _suggest_other_way(row, loser)
@@ -337,17 +386,22 @@ _SUBSTITUTIONS = (
 def build_project_status(runs: Sequence[ProjectRun], findings: Iterable[LocatedFinding]) -> ProjectStatus:
     """Return the status check over all runs; where runs differ in precision, each is named."""
     errors = [finding for finding in findings if finding.severity == "error" and not finding.in_tests]
-    verdicts = {run.name: _resolve_run_precision(run, run.provenance()) for run in runs}
+    verdicts = {run.name: resolve_run_precision(run, run.provenance()) for run in runs}
     sources = list({id(s): s for run in runs for s in run.sources}.values())
     settings = [s for run in runs for s in run.settings() if s.value != NOT_GIVEN]
     precisions = {v.precision for v in verdicts.values() if v.precision not in (None, AUTO)}
     disputed = next((v for v in verdicts.values() if v.conflicts), None)
-    one = disputed or SettingsVerdict(next(iter(precisions), None) if len(precisions) < 2 else None, [])
+    decisions = [decision for v in verdicts.values() for decision in v.decisions]
+    is_open = any(not decision.is_settled for decision in decisions)
+    agreed = None if len(precisions) > 1 or is_open else next(iter(precisions), None)
+    one = SettingsVerdict(disputed.precision, disputed.conflicts) if disputed else SettingsVerdict(agreed, [])
     status = build_precision_status(sources, settings, one)
-    if len(precisions) > 1 and not disputed:
+    if len(precisions) > 1 and not disputed and not is_open:
         each = "; ".join(f"{v.precision} ({name})" for name, v in verdicts.items() if v.precision)
         status = replace(status, precision=SEVERAL, amp=each, fp16="as above")
-    final = status.final
+    values = list({(v.file, v.line): v for v in map(_build_runtime_value, decisions)}.values())
+    beating = [value for value in values if value.beats]
+    final = _describe_beating(beating) if beating else status.final
     if errors:
         fix = "--fix shows the patch" if all(finding.edits for finding in errors) else "the fix is below each"
         final = f"not ready: {format_counted_noun(len(errors), 'error')}; {fix}"
@@ -359,9 +413,30 @@ def build_project_status(runs: Sequence[ProjectRun], findings: Iterable[LocatedF
         reason=known if errors else "",
         errors=len(errors),
         runs=len(runs),
+        disputed=disputed is not None,
+        decided=not beating,
+        at_run_time=values,
     )
 
 
+def _build_runtime_value(decision: RuntimeDecision) -> RuntimeValue:
+    setting = decision.setting
+    beats = list(dict.fromkeys(s.place for s in decision.beaten))
+    looked_up = [f"{s.place}:{s.line}" if s.line else s.place for s in setting.candidates]
+    return RuntimeValue(setting.place, setting.line, decision.row.possible, beats, looked_up)
+
+
+def _describe_beating(values: Sequence[RuntimeValue]) -> str:
+    places = list(dict.fromkeys(place for value in values for place in value.beats))
+    named = [*places[:_MOST_BEATEN], *([f"{len(places) - _MOST_BEATEN} more"] if len(places) > _MOST_BEATEN else ())]
+    beaten = " and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
+    others = f" and {format_counted_noun(len(values) - 1, 'more place')}" if len(values) > 1 else ""
+    decides, beats = ("decide", "they beat") if others else ("decides", "it beats")
+    return f"not decided: {values[0].where}{others} {decides} at run time; {beats} {beaten}"
+
+
+_MOST_BEATEN = 3
+"""Files that the verdict names."""
 _REASONS = {
     "settings.precision_mismatch": "precision mismatch",
     "deepspeed.format_mismatch": "DeepSpeed and accelerate request different formats",
@@ -372,5 +447,16 @@ _REASONS = {
 
 def collect_precisions(runs: Sequence[ProjectRun]) -> set[str]:
     """Return the precisions of all runs whose settings decide one."""
-    found = (_resolve_run_precision(run, run.provenance()).precision for run in runs)
+    found = (resolve_run_precision(run, run.provenance()).precision for run in runs)
     return {precision for precision in found if precision is not None}
+
+
+def list_runtime_settings(runs: Sequence[ProjectRun], precision: str) -> list[FoundSetting]:
+    """Return the settings that the run computes, and that may decide for another precision than this one."""
+    found = [one for run in runs for one in resolve_run_precision(run, run.provenance()).decisions]
+    return [_add_possible_claim(one.row) for one in found if one.row.possible != [precision]]
+
+
+def _add_possible_claim(row: Provenance) -> FoundSetting:
+    """Return a computed winner with a claim: `fp16=...` can become `bf16=True` where it may be on."""
+    return replace(row.winners[0], claim=next((claim for case in row.cases for claim in case if claim.says), None))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from halfstep.doctor.code.mixed_precision import PrecisionCode
 from halfstep.doctor.located import LocatedFinding, build_located_box
 from halfstep.doctor.patch import ProjectPatch
 from halfstep.doctor.precedence import Provenance
@@ -13,7 +14,7 @@ from halfstep.doctor.settings import FoundSetting, format_found_value
 from halfstep.doctor.settings_page import PrecisionStatus
 from halfstep.draw.notebook import PageResult
 from halfstep.numbers import format_counted_noun
-from halfstep.page import Block, Box, Code, Column, Heading, Items, Page, Paragraph, Span, Table
+from halfstep.page import Block, Box, Code, Column, Heading, Items, Page, Paragraph, Span, Style, Table
 from halfstep.printable import escape_to_one_line
 
 SEVERAL = "several"
@@ -54,6 +55,25 @@ class RunReport:
 
 
 @dataclass(frozen=True)
+class RuntimeValue:
+    """A setting whose value the run computes, in the place that wins."""
+
+    file: str
+    line: int | None
+    possible: list[str]
+    """The precisions that it can have; empty if any is possible."""
+    beats: list[str]
+    """The files that ask for something else than a possible value."""
+    looked_up: list[str]
+    """The places from which the value seems to come."""
+
+    @property
+    def where(self) -> str:
+        """The place as compilers print it."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+@dataclass(frozen=True)
 class ProjectStatus(PrecisionStatus):
     """The status check over all runs of a project."""
 
@@ -63,6 +83,16 @@ class ProjectStatus(PrecisionStatus):
     """Why it is not aligned; empty if it is."""
     errors: int
     runs: int
+    disputed: bool
+    """Whether settings contradict each other."""
+    decided: bool
+    """Whether no file loses against a value that only the run knows."""
+    at_run_time: list[RuntimeValue]
+    """The settings that decide, and that the run computes."""
+    in_code: list[PrecisionCode] = field(default_factory=list)
+    """The code that decides the precision, where no setting does."""
+    casts: list[PrecisionCode] = field(default_factory=list)
+    """Casts to 16 bits of what may be any tensor, where neither a setting nor other code decides."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +108,8 @@ class ProjectReport(PageResult):
 
     @property
     def ready(self) -> bool:
-        """Return whether there is no error outside of tests; `halfstep doctor FOLDER` then ends with exit code 0."""
-        return self.status.aligned
+        """Return whether there is no error outside of tests, and no file that a value of the run's own may beat."""
+        return self.status.aligned and self.status.decided
 
     @property
     def precision(self) -> str | None:
@@ -105,7 +135,7 @@ def build_project_page(
         rows = [row for row in report.settings if row.key not in _ASIDE]
         blocks += [Heading("Settings", "" if rows else "none of them sets a precision"), _tabulate_settings(rows)]
     if patch is not None:
-        blocks += _build_patch_blocks(patch)
+        blocks += _build_patch_blocks(patch, report.status)
     if written is not None:
         blocks.append(Heading("Recipe", str(written)))
     return Page(f"precision in {report.folder}", tuple(blocks))
@@ -120,20 +150,56 @@ def _build_project_verdict(report: ProjectReport) -> tuple[Block, ...]:
         "precision settings"
     )
     numbers = {"learning rate": status.learning_rate, "clipping": status.clipping}
-    lines = [f"mixed precision: {_describe_project_precision(status)}"]
+    lines = [f"mixed precision: {describe_project_precision(status)}"]
     lines += [f"{name}: {words}" for name, words in numbers.items() if words != "not set"]
     return (
-        Paragraph(Span(status.final + why, "good" if status.aligned else "bad", strong=True)),
+        Paragraph(Span(status.final + why, _choose_tone(status), strong=True)),
         Items((Span(counted, "dim"), *lines)),
     )
 
 
-def _describe_project_precision(status: ProjectStatus) -> str:
+def _choose_tone(status: ProjectStatus) -> Style:
+    if not status.aligned:
+        return "bad"
+    return "good" if status.decided else "warn"
+
+
+def describe_project_precision(status: ProjectStatus) -> str:
+    """Return the precision of a project in one line, with the place that decides where no setting does."""
+    if status.disputed or status.precision == SEVERAL:
+        return status.amp
+    if status.at_run_time:
+        return _describe_runtime_values(status)
+    if status.precision is None:
+        return _describe_code(status)
     if not status.aligned:
         return status.amp
-    silent = "the deciding value is known only at run time" if status.unresolved else "not set anywhere"
-    known = {None: silent, "auto": "the device decides", SEVERAL: status.amp}
-    return known.get(status.precision, f"everything asks for {status.precision}")
+    return "the device decides" if status.precision == "auto" else f"everything asks for {status.precision}"
+
+
+def _describe_runtime_values(status: ProjectStatus) -> str:
+    first, *others = sorted(status.at_run_time, key=lambda value: not value.beats)
+    place = first.looked_up[0] if len(first.looked_up) == 1 else ""
+    if status.precision is not None:
+        found = place or format_counted_noun(len(first.looked_up), "place")
+        return f"{status.precision} in {found}, which {first.where} looks up at run time"
+    known = " in ".join(filter(None, [" or ".join(first.possible), place]))
+    return f"decided at run time: {first.where}{f' ({known})' if known else ''}{_count_more_places(others)}"
+
+
+def _describe_code(status: ProjectStatus) -> str:
+    if status.in_code:
+        first, *others = status.in_code
+        return f"decided in the code: {first.file}:{first.line} {first.code}{_count_more_places(others)}"
+    if status.casts:
+        first, *others = status.casts
+        place = f"{first.file}:{first.line} {first.code}{_count_more_places(others)}"
+        return f"not set; the code casts to 16 bits: {place}"
+    return "the deciding value is known only at run time" if status.unresolved else "not set anywhere"
+
+
+def _count_more_places(others: Sequence[object]) -> str:
+    return f", and {format_counted_noun(len(others), 'more place')}" if others else ""
 
 
 def _is_same_run(one: LocatedFinding, other: LocatedFinding) -> bool:
@@ -189,7 +255,8 @@ def _build_winners_table(run: RunReport) -> Iterator[Block]:
     for row in run.provenance:
         losers = [*map(_describe_setting, row.overrode), *(f"{_describe_setting(s)}, not read" for s in row.unread)]
         because = "\n".join(map(_describe_setting, row.winners)) or "nothing: its default"
-        rows.append((row.tool, row.precision, because, "\n".join(losers) or "-"))
+        runs_in = "\nor ".join(row.possible) or "not known"
+        rows.append((row.tool, runs_in, because, "\n".join(losers) or "-"))
     yield Table(tuple(columns), tuple(rows))
 
 
@@ -201,12 +268,14 @@ def _format_setting_place(setting: FoundSetting) -> str:
     return f"{setting.place}:{setting.line}" if setting.line else setting.place
 
 
-def _build_patch_blocks(patch: ProjectPatch) -> Iterator[Block]:
+def _build_patch_blocks(patch: ProjectPatch, status: ProjectStatus) -> Iterator[Block]:
     yield Heading("Patch", "" if patch.patch else "none: no finding has an edit")
     if patch.patch:
         yield Code(patch.patch, "diff")
     if patch.refused:
         words = "settings are left alone, because no edit ends in settings that agree; --fix NAME decides:"
+        if not status.decided:
+            words = "settings are left alone, because what they say is replaced at run time:"
         yield Paragraph(escape_to_one_line(f"{words}\n{patch.refused}"), indent=True)
     if patch.files_modified is not None:
         files = ", ".join(patch.files_modified) or "none"

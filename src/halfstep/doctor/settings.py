@@ -74,6 +74,14 @@ class FoundSetting:
     decides: bool = True
     """Whether it holds for the whole run; an autocast in a function, or a default that a flag replaces, does not."""
     status: WordStatus = "known"
+    is_computed: bool = False
+    """Whether the run computes the value: an expression of a script, or a shell variable."""
+    outcomes: tuple[PrecisionClaim | None, ...] = ()
+    """What each possible value claims, None for a value that the tool takes as no setting. Empty: any value."""
+    lookup: str = ""
+    """The dotted key that a computed value is looked up by: `trainer.precision` of `cfg["trainer"]["precision"]`."""
+    candidates: tuple[FoundSetting, ...] = ()
+    """The settings of the run with that key. The run may read another file, so these are no proof of the value."""
 
     def read_as(self, reading: WordReading) -> FoundSetting:
         """Return the setting with the claim and the meaning of its word."""
@@ -118,15 +126,37 @@ class FoundSetting:
         )
 
 
+def format_possible_values(claims: Sequence[PrecisionClaim | None]) -> str:
+    """Return the meanings of claims as `fp16 or fp32`."""
+    return " or ".join(dict.fromkeys(map(_format_possible_value, claims)))
+
+
+def _format_possible_value(claim: PrecisionClaim | None) -> str:
+    if claim is None:
+        return "not given"
+    # A switch of one format that is off says nothing of the others.
+    is_switch = claim.says is None and len(claim.denies) == 1
+    return f"not {next(iter(claim.denies))}" if is_switch else claim.meaning
+
+
 def remove_ambiguous_claims(settings: Sequence[FoundSetting]) -> list[FoundSetting]:
-    """Take the claims from calls of one kind that name different formats: which part of the run has which is not
-    known.
+    """Take the claims from calls of one kind that name different formats: which of them the run makes is not known.
+
+    Calls of a known program keep all of these claims as possible outcomes.
     """
-    named: dict[str, set[str]] = {}
+    named: dict[str, dict[str, PrecisionClaim]] = {}
     for setting in settings:
         if setting.claim:
-            named.setdefault(_name_call(setting), set()).add(setting.claim.meaning)
-    return [replace(s, claim=None) if len(named.get(_name_call(s), ())) > 1 else s for s in settings]
+            named.setdefault(_name_call(setting), {})[setting.claim.meaning] = setting.claim
+    choices = {name: tuple(claims.values()) for name, claims in named.items() if len(claims) > 1}
+    return [_open_choice(s, choices[_name_call(s)]) if s.claim and _name_call(s) in choices else s for s in settings]
+
+
+def _open_choice(setting: FoundSetting, claims: tuple[PrecisionClaim, ...]) -> FoundSetting:
+    if not setting.is_judged:
+        return replace(setting, claim=None)
+    means = f"{format_possible_values(claims)}, decided at run time"
+    return replace(setting, claim=None, means=means, is_computed=True, outcomes=claims)
 
 
 def _name_call(setting: FoundSetting) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,6 +14,7 @@ from halfstep.doctor.code.script import (
     find_receiver,
     format_variable,
     has_unpacked_arguments,
+    iterate_alternatives,
 )
 
 OLD = frozenset({"torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler"})
@@ -71,7 +71,7 @@ class Scalers:
         return [
             made
             for made in self.made
-            if any(value is not None and made.call in _iterate_alternatives(value) for value in values)
+            if any(value is not None and made.call in iterate_alternatives(value) for value in values)
         ]
 
     def is_off(self, call: ast.Call) -> bool:
@@ -82,7 +82,7 @@ class Scalers:
     def _list_known_paths(self) -> set[str]:
         made = {one.call for one in self.made}
         bound = self._script.bound() if made else ()
-        paths = {path for path, value in bound if any(part in made for part in _iterate_alternatives(value))}
+        paths = {path for path, value in bound if any(part in made for part in iterate_alternatives(value))}
         paths |= {find_receiver(call) or "" for call in self._script.calls_of_methods("unscale_") if call.args}
         for call in self._script.calls_of_methods("backward"):
             scaled = call.func.value if isinstance(call.func, ast.Attribute) else None
@@ -116,13 +116,3 @@ def _is_enabled(script: Script, call: ast.Call) -> bool | None:
         return None if has_unpacked_arguments(call) else True
     found = script.constant(given)
     return found if isinstance(found, bool) else None
-
-
-def _iterate_alternatives(value: ast.expr) -> Iterator[ast.expr]:
-    """Yield the expressions that a value may be: `a if b else c` is a or c."""
-    if isinstance(value, ast.IfExp):
-        yield from (*_iterate_alternatives(value.body), *_iterate_alternatives(value.orelse))
-    elif isinstance(value, ast.BoolOp):
-        yield from (part for one in value.values for part in _iterate_alternatives(one))
-    else:
-        yield value

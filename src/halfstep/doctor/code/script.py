@@ -351,6 +351,25 @@ def has_unpacked_arguments(call: ast.Call) -> bool:
     return any(keyword.arg is None for keyword in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
 
 
+def iterate_alternatives(node: ast.expr, is_true: bool = False) -> Iterator[ast.expr]:
+    """Yield the expressions that a value may be: `a if b else c` is a or c, and so is `b and a or c`.
+
+    With `is_true`, yield those that the value may be where it is true.
+    """
+    if isinstance(node, ast.IfExp):
+        yield from (*iterate_alternatives(node.body, is_true), *iterate_alternatives(node.orelse, is_true))
+    elif isinstance(node, ast.BoolOp):
+        *first, last = node.values
+        for one in first:
+            if isinstance(node.op, ast.Or):
+                yield from iterate_alternatives(one, is_true=True)
+            elif not is_true:
+                yield from iterate_alternatives(one)
+        yield from iterate_alternatives(last, is_true)
+    else:
+        yield node
+
+
 def iterate_names(node: ast.AST) -> Iterator[str]:
     """Yield every name and attribute in an expression."""
     for one in ast.walk(node):

@@ -18,6 +18,9 @@ NVIDIA_TF32 = "NVIDIA_TF32_OVERRIDE"
 LIGHTNING = "PL_TRAINER_PRECISION"
 FABRIC = "LT_PRECISION"
 
+TOOLS = {MIXED_PRECISION: "accelerate", LIGHTNING: "lightning", FABRIC: "fabric"}
+"""The program that reads a variable, of the variables that belong to one program."""
+
 ON = frozenset({"1", "true", "yes", "on", "y", "t"})
 
 
@@ -37,14 +40,14 @@ def _read_accelerate_variable(name: str, value: str) -> FoundSetting:
         raise build_unknown_name_error(name, format_safe_text(value), WORDS)
     claim = build_accelerate_claim(name, value, value.lower())
     return replace(
-        _build_variable_setting(name, value, f"accelerate: {describe_claim(claim)}", claim), tool="accelerate"
+        _build_variable_setting(name, value, f"accelerate: {describe_claim(claim)}", claim), tool=TOOLS[name]
     )
 
 
 def _read_lightning_variable(name: str, value: str) -> FoundSetting:
     reading = read_lightning_word(name, value)
     setting = _build_variable_setting(name, value, reading.means).read_as(reading)
-    return replace(setting, tool="lightning" if name == LIGHTNING else "fabric")
+    return replace(setting, tool=TOOLS[name])
 
 
 def _read_nvidia_tf32(name: str, value: str) -> FoundSetting:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from halfstep.doctor.located import split_lines
 from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource, build_unknown_reading
 from halfstep.doctor.sources.accelerate import WORDS, build_accelerate_claim
-from halfstep.doctor.sources.environment import VARIABLES, read_variable
+from halfstep.doctor.sources.environment import TOOLS, VARIABLES, read_variable
 from halfstep.doctor.sources.reading import (
     CLIPPING,
     LEARNING_RATE,
@@ -144,7 +144,8 @@ def _read_assigned_variable(place: str, word: CommandWord) -> FoundSetting | Non
     if not found or found["name"] not in VARIABLES or not found["value"]:
         return None
     if "$" in found["value"]:
-        return FoundSetting("environment", place, found["name"], found["value"], UNRESOLVED, word.line)
+        setting = FoundSetting("environment", place, found["name"], found["value"], UNRESOLVED, word.line)
+        return replace(setting, tool=TOOLS.get(setting.key, ""), is_computed=setting.key in TOOLS)
     try:
         return replace(read_variable(found["name"], found["value"]), place=place, line=word.line)
     except HalfstepError as error:
@@ -252,7 +253,9 @@ def _build_flag_setting(place: str, key: str, value: object, word: CommandWord, 
         value = True
     setting = FoundSetting("launch", place, key, value, UNRESOLVED, word.line, tool=reader, argument=name)
     if "$" in str(value):
-        return setting
+        # A switch is on, or as if it were not given.
+        outcomes = (read_own_word(short, True).claim, None) if short in FLAGS else ()
+        return replace(setting, is_computed=True, outcomes=outcomes)
     if reader == "accelerate":
         return _convert_to_accelerate_setting(setting)
     # The script's own parser reads it; `_owned` of linking names the library where one does.

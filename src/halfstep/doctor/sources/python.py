@@ -12,6 +12,7 @@ from halfstep.doctor.code.facts import ScriptFacts, build_script_facts
 from halfstep.doctor.code.formats import DTYPES, find_named_format
 from halfstep.doctor.code.order import iterate_ancestors
 from halfstep.doctor.code.script import FUNCTIONS, Script, find_argument, format_variable
+from halfstep.doctor.code.values import find_lookup_key, find_passed_argument, list_possible_values
 from halfstep.doctor.code.words import collect_words
 from halfstep.doctor.settings import (
     UNRESOLVED,
@@ -19,6 +20,7 @@ from halfstep.doctor.settings import (
     SettingSource,
     WordReading,
     build_unknown_reading,
+    format_possible_values,
     remove_ambiguous_claims,
 )
 from halfstep.doctor.sources.accelerate import WORDS, build_accelerate_claim
@@ -32,7 +34,7 @@ from halfstep.doctor.sources.reading import (
     read_precision_word,
 )
 from halfstep.errors import HalfstepError
-from halfstep.precision.names import PRECISION_KEYS, SWITCHES, PrecisionClaim
+from halfstep.precision.names import FP64, PRECISION_KEYS, SWITCHES, NamedPrecision, PrecisionClaim
 
 _CALLED = ("Accelerator(", "Trainer(", "Fabric(", "GradScaler(")
 _NAMED = ("TrainingArguments", "LightningCLI", "SFTConfig", "DPOConfig", "GRPOConfig", "hydra.main")
@@ -193,21 +195,49 @@ def _resolve_value(found: ScriptContents, node: ast.expr) -> tuple[object, str]:
 
 def _add_keyword_setting(found: ScriptContents, call: ast.Call, keyword: str, tool: str, claim_for: Claims) -> None:
     """Add the setting of a keyword, if it is given and is not None."""
-    given = find_argument(call, keyword)
+    given = find_passed_argument(found.script, call, keyword)
     found.tools.add(tool)
-    if given is None:
-        return
+    if given is not None:
+        _add_setting_of_value(found, given, f"{_find_called_last_name(call)}({keyword})", tool, claim_for)
+
+
+def _add_setting_of_value(
+    found: ScriptContents, given: ast.expr, key: str, tool: str, claim_for: Claims, level: str = ""
+) -> None:
     value, name = _resolve_value(found, given)
-    if value is None:
-        return
-    key = f"{_find_called_last_name(call)}({keyword})"
     if value is _UnknownValue:
-        # Not a number of words: the expression itself is shown.
-        setting = found.setting(given, key, ast.unparse(given)[:80], UNRESOLVED)
+        setting = _build_computed_setting(found, given, key, claim_for)
+    elif value is None:
+        return
     else:
         reading = claim_for(key, value)
         setting = found.setting(given, key, value, reading.means).read_as(reading)
-    found.settings.append(replace(setting, tool=tool, argument=name))
+    found.settings.append(replace(setting, tool=tool, argument=name, level=level))
+
+
+def _build_computed_setting(found: ScriptContents, given: ast.expr, key: str, claim_for: Claims) -> FoundSetting:
+    """Return the setting of an expression, with all values that it can have, as far as the source has them."""
+    # Not a number of words: the expression itself is shown.
+    setting = found.setting(given, key, ast.unparse(given)[:80], UNRESOLVED)
+    values = list_possible_values(found.script, given)
+    # A switch is on or off.
+    values = (True, False) if values is None and claim_for is _read_flag_claim else values
+    if values is None:
+        return replace(setting, is_computed=True, lookup=find_lookup_key(found.script, given))
+    readings = [claim_for(key, value) for value in values if value is not None]
+    unknown = next((reading for reading in readings if reading.status == "unknown"), None)
+    if unknown is not None:
+        # An error wherever this branch is taken.
+        return replace(setting.read_as(unknown), is_computed=True)
+    # A word without a claim is Lightning's for 64 bits, or a switch that is neither on nor off.
+    wide = PrecisionClaim(key, setting.value, says=NamedPrecision(FP64)) if claim_for is read_lightning_word else None
+    claims = [reading.claim or wide for reading in readings]
+    if None not in (*values, *claims) and len({claim.meaning for claim in claims if claim}) == 1:
+        return setting.read_as(readings[0])
+    outcomes = tuple([*claims, None] if None in values else claims)
+    means = f"{format_possible_values(outcomes)}, decided at run time"
+    lookup = find_lookup_key(found.script, given)
+    return replace(setting, is_computed=True, outcomes=outcomes, means=means, lookup=lookup)
 
 
 def _read_accelerate_claim(key: str, value: object) -> WordReading:
@@ -242,10 +272,9 @@ def _read_lightning_cli(found: ScriptContents, call: ast.Call, names: frozenset[
     found.tools.add("lightning cli")
     defaults = find_argument(call, "trainer_defaults")
     for key, value in zip(defaults.keys, defaults.values, strict=True) if isinstance(defaults, ast.Dict) else ():
-        if isinstance(key, ast.Constant) and key.value == "precision" and isinstance(value, ast.Constant):
-            reading = read_lightning_word("trainer_defaults(precision)", value.value)
-            setting = found.setting(value, "trainer_defaults(precision)", value.value, reading.means).read_as(reading)
-            found.settings.append(replace(setting, tool="lightning cli", level="default"))
+        if isinstance(key, ast.Constant) and key.value == "precision":
+            name = "trainer_defaults(precision)"
+            _add_setting_of_value(found, value, name, "lightning cli", read_lightning_word, level="default")
 
 
 def _read_training_arguments(found: ScriptContents, call: ast.Call, names: frozenset[str]) -> None:
