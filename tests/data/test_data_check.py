@@ -230,7 +230,11 @@ def test_a_file_without_permission_is_found(tmp_path: Path) -> None:
 @pytest.mark.wording
 @pytest.mark.parametrize(
     ("names", "words"),
-    [(("img", "labels"), "--data_dir"), (("a",), "contains a"), ((), "no folder at all")],
+    [
+        (("img", "labels"), r"do: give data\.path='.*img' and data\.masks='.*labels'"),
+        (("a",), "contains a"),
+        ((), "no folder at all"),
+    ],
 )
 def test_a_layout_that_is_none_says_what_to_type(names: tuple[str, ...], words: str, tmp_path: Path) -> None:
     for name in names:

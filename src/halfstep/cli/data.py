@@ -18,9 +18,11 @@ from halfstep.store.address import has_scheme
 from halfstep.terminal import create_console, display_progress, print_plain_text
 
 if TYPE_CHECKING:
+    from halfstep.data.check.page import DataReport
     from halfstep.data.shard_index import ShardIndex
 
 GROUP = "Run"
+RECIPE_SUFFIXES = (".yaml", ".yml")
 ACTIONS = ("list", "check", "get", "index", "tokens", "base")
 _EXAMPLES = {
     "check": ("FOLDER", "photos"),
@@ -53,6 +55,12 @@ def run(
     ] = None,
     classes: Annotated[
         int | None, typer.Option(help="check: the number of classes, if the values of the masks do not show it.", min=2)
+    ] = None,
+    ignore_index: Annotated[
+        int | None,
+        typer.Option(
+            "--ignore_index", "--ignore-index", help="check: the value of pixels without a class.", min=0, max=255
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
@@ -92,7 +100,7 @@ def run(
     elif action == "base":
         _convert_gguf_base(Path(what), out, json)
     elif action == "check":
-        _check_data_folder(what, task, masks, classes, json)
+        _check_data_folder(what, task, masks, classes, ignore_index, json)
     elif action == "index":
         _index_shards(what, json)
     else:
@@ -145,30 +153,62 @@ def _check_token_folder(folder: Path, json: bool) -> None:
         raise typer.Exit(DATA)
 
 
-def _check_data_folder(folder: str, task: str | None, masks: Path | None, classes: int | None, json: bool) -> None:
+def _check_data_folder(
+    folder: str, task: str | None, masks: Path | None, classes: int | None, ignore_index: int | None, json: bool
+) -> None:
     from halfstep.data.check.report import check_dataset
-    from halfstep.data.layout import find_layout, resolve_data_path
+    from halfstep.data.layout import find_layout, is_store_address, resolve_data_path
     from halfstep.data.token_files import has_tokens
-    from halfstep.recipe.sources import list_recipe_names
 
+    if is_store_address(folder):
+        raise _build_address_error(folder)
     if has_tokens(resolve_data_path(folder)):
         _check_token_folder(resolve_data_path(folder), json)
         return
-    if not Path(folder).is_dir() and (folder in list_recipe_names() or folder.endswith((".yaml", ".yml"))):
+    if _is_recipe(folder):
         raise WrongUse(
             f"{folder} is a recipe, not a folder of data",
             allowed="a folder of images, or of tokens that halfstep data tokens wrote",
-            do=f"halfstep data check FOLDER, the data.path of the run (halfstep recipes explain {folder})",
+            do=f"halfstep recipes explain {shlex.quote(folder)}; then: halfstep data check FOLDER, its data.path",
         )
-    layout = find_layout(resolve_data_path(folder), task, masks)
+    layout = find_layout(resolve_data_path(folder), task, masks, for_check=True)
     with display_progress("reading", "files") as on_progress:
-        report = check_dataset(layout, on_progress, classes)
+        report = check_dataset(layout, on_progress, classes, ignore_index)
     words = ["halfstep", "train", report.recipe, "--data_dir", folder, *(["--masks", str(masks)] if masks else [])]
+    if classes is not None or ignore_index is not None:
+        words += _list_mask_options(report)
     following = shlex.join(words)
     more = (Paragraph(f"next: {escape_to_one_line(following)}", wrap=False),) if report.ok else ()
     show_result({**report.as_dict(), "next": following}, report.page().followed_by(*more), json)
     if not report.ok:
         raise typer.Exit(DATA)
+
+
+def _build_address_error(address: str) -> WrongUse:
+    from halfstep.store.address import parse_address
+
+    parsed = parse_address(address, "FOLDER", do="download the data, and give its folder: halfstep data check FOLDER")
+    return WrongUse(
+        f"{parsed} is an address, and data check reads folders",
+        allowed="a folder on this machine; .tar shards in a store are read by data index",
+        do=shlex.join(["halfstep", "data", "index", str(parsed)]),
+    )
+
+
+def _is_recipe(word: str) -> bool:
+    from halfstep.recipe.sources import list_recipe_names
+
+    place = Path(word)
+    return not place.is_dir() and (word in list_recipe_names() or (place.is_file() and word.endswith(RECIPE_SUFFIXES)))
+
+
+def _list_mask_options(report: DataReport) -> list[str]:
+    """Return the meaning of the masks as options of a run, which infers nothing if one of them is given."""
+    settings = report.masks or {}
+    if settings.get("palette") is not None:
+        return []
+    names = [name for name in ("classes", "ignore_index") if settings.get(name) is not None]
+    return [word for name in names for word in (f"--{name}", str(settings[name]))]
 
 
 def _index_shards(source: str, json: bool) -> None:
@@ -200,7 +240,7 @@ def _index_store_shards(source: str, json: bool) -> None:
     from halfstep.store.address import check_obstore_installed, parse_address
     from halfstep.store.objects import PATIENCE
 
-    address = parse_address(source, "SRC")
+    address = parse_address(source, "SRC", do="halfstep data index s3://BUCKET/PREFIX")
     check_obstore_installed()
     shards = find_shards(address, PATIENCE)
     reads, size = shards.requests, sum(one.size for one in shards.objects)

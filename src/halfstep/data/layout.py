@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,7 +15,8 @@ from typing import Any
 
 from halfstep.data.image_files import SUFFIXES, require_folder
 from halfstep.data.sets import NAMES
-from halfstep.errors import BadData, BadRecipe, build_unknown_name_error
+from halfstep.data.shard_patterns import is_shard_pattern
+from halfstep.errors import BadData, BadRecipe, build_unknown_name_error, choose_caller_wording
 from halfstep.files import find_cache_folder
 
 PREFIX = "cache:"
@@ -50,7 +52,7 @@ def resolve_data_path(path: str) -> Path:
         raise BadData(
             f"the data set {name!r} is not in {folder.parent}",
             allowed="an existing folder, such as one made by halfstep data get",
-            do=f"halfstep data get {name}" if name in NAMES else "data.path: the path of your own folder",
+            do=f"halfstep data get {name}" if name in NAMES else "give the path of your own folder",
         )
     return folder.joinpath(below)
 
@@ -146,6 +148,10 @@ ALL, TRAIN = "all", "train"
 _IMAGES = ("images", "image", "img", "imgs", "photos", "photographs", "pictures", "jpegimages", "rgb", "x")
 _MASKS = ("masks", "mask", "labels", "label", "annotations", "segmentation", "segmentationclass", "gt", "y")
 _SPLITS = (TRAIN, *FOLDERS, "test")
+_SHARDS = (".tar", ".parquet", ".tar.gz", ".tgz")
+_TEXTS = (".txt", ".md", ".jsonl", ".html", ".tex")
+TOKENS = "tokens"
+"""The usual folder of tokens."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +182,18 @@ class Layout:
         return next((name for name in FOLDERS if name in self.parts), None)
 
 
-def find_layout(root: str | Path, task: str | None = None, masks: str | Path | None = None) -> Layout:
-    """Return the layout of a folder, recognized by the names in it; raise BadData with advice if there is none."""
-    folder = require_folder(root, "the data folder")
+def find_layout(
+    root: str | Path, task: str | None = None, masks: str | Path | None = None, *, for_check: bool = False
+) -> Layout:
+    """Return the layout of a folder, recognized by the names in it; raise BadData with advice if there is none.
+
+    With `for_check`, the advice is worded for `halfstep data check`; else for a run.
+    """
     if task is not None and task not in RECIPES:
         raise build_unknown_name_error("task", task, RECIPES)
+    if suffix := _find_shard_suffix(Path(root)):
+        raise _build_shards_error(Path(root), suffix, task, for_check)
+    folder = require_folder(root, "the data folder")
     if masks is not None:
         return Layout(SEGMENTATION, folder, {ALL: SplitFolder(folder, require_folder(masks, "the mask folder"))})
     splits = {name: folder / name for name in _SPLITS if (folder / name).is_dir()}
@@ -204,28 +217,75 @@ def find_layout(root: str | Path, task: str | None = None, masks: str | Path | N
         }
         if TRAIN in found or ALL in found:
             return Layout(CLASSIFICATION, folder, found)
-    raise _build_layout_error(folder, task)
+    raise _build_layout_error(folder, task, for_check)
 
 
-def _build_layout_error(folder: Path, task: str | None) -> BadData:
-    wanted = "images/ and masks/ with one mask for each image" if task != CLASSIFICATION else ""
-    classes = "a folder for each class, with images in it" if task != SEGMENTATION else ""
-    allowed = f"{folder}/ with {', or '.join(filter(None, (wanted, classes)))}; or the same in train/ and val/"
+def _build_layout_error(folder: Path, task: str | None, for_check: bool) -> BadData:
     images, masks = _find_folder_name(folder, _IMAGES), _find_folder_name(folder, _MASKS)
+    allowed = _describe_layouts(folder, task)
     if task != CLASSIFICATION and images and masks:
         given = f"{folder} contains {images} and {masks}, not images and masks"
-        return BadData(given, allowed=allowed, do=f"give --data_dir {folder / images} --masks {folder / masks}")
+        return BadData(given, allowed=allowed, do=_suggest_folders(folder / images, folder / masks, for_check))
+    sibling = _find_sibling_masks(folder)
+    if task != CLASSIFICATION and sibling and _has_images(folder):
+        given = f"{folder} contains images, and {sibling} next to it may contain their masks"
+        return BadData(given, allowed=allowed, do=_suggest_folders(folder, sibling, for_check))
     if _has_images(folder):
         where = "images/, and their masks into masks/" if task != CLASSIFICATION else "a folder for each class"
         return BadData(
             f"{folder} contains images, but no folders for them", allowed=allowed, do=f"move them into {where}"
         )
-    if any(folder.glob("*.tar")):
-        do = f"train on them with data.name=shards; halfstep data index {folder} reads each file completely"
-        return BadData(f"{folder} contains .tar shards", allowed=allowed, do=do)
+    for suffix in _SHARDS:
+        if any(_has_files(place, (suffix,)) for place in (folder, folder / TRAIN)):
+            return _build_shards_error(folder, suffix, task, for_check)
     found = ", ".join(_list_folder_names(folder)[:8]) or "no folder at all"
-    do = "give the folder above or below it, or rename these; text becomes tokens first: halfstep data tokens"
+    do = "give the folder above or below it, or rename these"
+    if any(_has_files(place, _TEXTS) for place in (folder, *(folder / name for name in _list_folder_names(folder)))):
+        from halfstep.data.token_files import format_tokens_command  # not loaded for images
+
+        do += f"; text becomes tokens first: {format_tokens_command(str(folder), Path(TOKENS))}"
     return BadData(f"{folder} contains {found}", allowed=allowed, do=do)
+
+
+def _find_sibling_masks(folder: Path) -> Path | None:
+    """Return the folder of images next to this one that has a usual name for masks."""
+    try:
+        name = _find_folder_name(folder.parent, _MASKS)
+    except OSError:
+        return None
+    found = None if name is None else folder.parent / name
+    return found if found is not None and found.name != folder.name and _has_images(found) else None
+
+
+def _describe_layouts(folder: Path, task: str | None) -> str:
+    wanted = "images/ and masks/ with one mask for each image" if task != CLASSIFICATION else ""
+    classes = "a folder for each class, with images in it" if task != SEGMENTATION else ""
+    return f"{folder}/ with {', or '.join(filter(None, (wanted, classes)))}; or the same in train/ and val/"
+
+
+def _suggest_folders(images: Path, masks: Path, for_check: bool) -> str:
+    if for_check:
+        return shlex.join(["halfstep", "data", "check", str(images), "--masks", str(masks)])
+    options = shlex.join(["--data_dir", str(images), "--masks", str(masks)])
+    return f"give {choose_caller_wording(options, f'data.path={str(images)!r} and data.masks={str(masks)!r}')}"
+
+
+def _find_shard_suffix(root: Path) -> str:
+    """Return the suffix of a path that is a shard, or a pattern of shards; empty for a folder."""
+    is_one = root.is_file() or is_shard_pattern(root.name)
+    return next((suffix for suffix in _SHARDS if is_one and root.name.endswith(suffix)), "")
+
+
+def _build_shards_error(place: Path, suffix: str, task: str | None, for_check: bool) -> BadData:
+    index = shlex.join(["halfstep", "data", "index", str(place)])
+    recipe = RECIPES[task or CLASSIFICATION]
+    train = shlex.join(["halfstep", "train", recipe, "--data_dir", str(place), "data.name=shards"])
+    return BadData(
+        f"{place} {'is a' if place.is_file() else 'contains' if place.is_dir() else 'stands for'} {suffix} "
+        f"{'shard' if place.is_file() else 'shards'}",
+        allowed=f"folders of images{' and of tokens' if for_check else ''}; a run reads shards with data.name=shards",
+        do=f"{index} (reads each file completely); then: {train}" if for_check else "add data.name=shards",
+    )
 
 
 def _find_folder_name(folder: Path, names: Iterable[str]) -> str | None:
@@ -239,8 +299,12 @@ def _list_folder_names(folder: Path) -> list[str]:
 
 
 def _has_images(folder: Path) -> bool:
+    return _has_files(folder, SUFFIXES)
+
+
+def _has_files(folder: Path, suffixes: tuple[str, ...]) -> bool:
     try:
         with os.scandir(folder) as entries:
-            return any(entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") for entry in entries)
+            return any(entry.name.lower().endswith(suffixes) and not entry.name.startswith(".") for entry in entries)
     except OSError:
         return False

@@ -99,27 +99,35 @@ class MaskReading:
         return [value for value in mask.pixels if value != ignored and self.class_of(value, mask) is None]
 
 
-def infer_mask_reading(masks: Sequence[MaskCounts], classes: int | None = None) -> MaskReading:
-    """Return how a set of such masks is read; the most frequent form decides. `classes` is the user's number."""
+def infer_mask_reading(
+    masks: Sequence[MaskCounts], classes: int | None = None, ignore_index: int | None = None
+) -> MaskReading:
+    """Return how a set of such masks is read; the most frequent form decides.
+
+    `classes` and `ignore_index` are the user's numbers.
+    """
     forms = Counter(mask.form for mask in masks if mask.form)
     usual = forms.most_common(1)[0][0] if forms else "black and white"
     alike = [mask for mask in masks if mask.form == usual]
     if usual == "black and white":
-        if (classes or 2) != 2:
-            return _build_number_reading(classes)
+        if (classes or 2) != 2 or ignore_index is not None:
+            return _build_number_reading(classes, ignore_index)
         ones = sum(not mask.in_color and 1 in mask.pixels and set(mask.pixels) <= {0, 1} for mask in masks)
         white = f"255 (in {ones} masks 1)" if ones else "255"
         return MaskReading(2, f"0 is the background, {white} the foreground")
     if usual == "numbers":
-        return _infer_number_classes(alike, classes)
+        return _infer_number_classes(alike, classes, ignore_index)
     if usual == "colours":
         return _infer_color_classes(masks)
     return MaskReading(classes or 2, "shades between classes, which belong to none")
 
 
-def _infer_number_classes(masks: Sequence[MaskCounts], classes: int | None) -> MaskReading:
+def _infer_number_classes(
+    masks: Sequence[MaskCounts], classes: int | None, ignore_index: int | None = None
+) -> MaskReading:
     present, common = _collect_mask_values(masks)
     ignored = NO_CLASS if NO_CLASS in common and (classes or 0) <= NO_CLASS else None
+    ignored = ignored if ignore_index is None else ignore_index
     if classes is not None:
         return _build_number_reading(classes, ignored)
     numbers = sorted(value for value in common if value != ignored)
@@ -127,7 +135,8 @@ def _infer_number_classes(masks: Sequence[MaskCounts], classes: int | None) -> M
     # A rare class counts where no number below it is missing; a single distant value is a mistake in its mask.
     count += len(list(takewhile(lambda value: value in present, range(count, NO_CLASS))))
     # Sparse values such as 0, 85, 170 are grays for display, not class numbers; palette indices are always numbers.
-    if count <= max(2 * len(numbers) + 2, 4) or any(mask.is_indexed for mask in masks):
+    is_dense = count <= max(2 * len(numbers) + 2, 4)
+    if is_dense or ignore_index is not None or any(mask.is_indexed for mask in masks):
         return _build_number_reading(max(count, 2), ignored)
     palette = tuple((value, value, value) for value in sorted(common))
     if len(palette) < 2:

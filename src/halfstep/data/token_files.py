@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, count
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -87,10 +88,17 @@ def has_tokens(folder: Path) -> bool:
     return (folder / INDEX).is_file()
 
 
+def format_tokens_command(files: str, out: Path, tokenizer: str = "train:4096") -> str:
+    """Return the command that makes tokens of files, in `out` or, if that exists, in a new folder next to it."""
+    names = (f"{out}-{number}" for number in count(2))
+    new = next(name for name in chain([str(out)], names) if not os.path.lexists(name))
+    return shlex.join(["halfstep", "data", "tokens", files, "--tokenizer", tokenizer, "--out", new])
+
+
 def read_token_index(folder: Path) -> TokenIndex:
     """Return the index of a folder; raise BadData if there is none, or if it contradicts the files."""
     allowed = "a folder that halfstep data tokens wrote"
-    do = f"halfstep data tokens FILES --tokenizer train:4096 --out {folder}"
+    do = format_tokens_command("FILES", folder)
     if not has_tokens(folder):
         raise BadData(f"{folder} contains no tokens: {INDEX} is missing", allowed=allowed, do=do)
     try:

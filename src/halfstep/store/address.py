@@ -32,8 +32,11 @@ def has_scheme(text: str) -> bool:
     return _SCHEME.match(text) is not None
 
 
-def parse_address(text: str, setting: str) -> StoreAddress:
-    """Return the address in a setting; raise WrongUse for any other text, and for credentials in it."""
+def parse_address(text: str, setting: str, do: str = "") -> StoreAddress:
+    """Return the address in a setting; raise WrongUse for any other text, and for credentials in it.
+
+    `do` is the advice for another text, where the address is no setting.
+    """
     parts = urlsplit(text if text.isprintable() else "")  # which drops line breaks silently
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment or "@" in parts.netloc:
         # The text is not repeated: the message may reach a log.
@@ -48,7 +51,7 @@ def parse_address(text: str, setting: str) -> StoreAddress:
         raise WrongUse(
             f"{setting}={text[:200]!r}",
             allowed=f"SCHEME://BUCKET/PREFIX with one of {', '.join(SCHEMES)}",
-            do=f"write {setting}=s3://BUCKET/PREFIX",
+            do=do or f"write {setting}=s3://BUCKET/PREFIX",
         )
     return StoreAddress(parts.scheme, parts.netloc, prefix)
 

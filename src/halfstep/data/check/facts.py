@@ -271,6 +271,8 @@ class ExaminedSet:
     reading: MaskReading | None
     classes: int | None
     """The number of classes that the user gives."""
+    ignore_index: int | None
+    """The value without a class that the user gives."""
     unpaired: list[FileFacts]
     """Images that belong to no sample: without a mask or a photograph, or in no class folder."""
 
@@ -285,7 +287,9 @@ class ExaminedSet:
         return [s for s in self.samples if not s.image.fault and not (s.mask and s.mask.fault)]
 
 
-def examine_dataset(layout: Layout, on_progress: OnProgress, classes: int | None = None) -> ExaminedSet:
+def examine_dataset(
+    layout: Layout, on_progress: OnProgress, classes: int | None = None, ignore_index: int | None = None
+) -> ExaminedSet:
     """List the folders, pair the files, and examine each of them."""
     splits = [_list_split_files(name, part) for name, part in layout.parts.items()]
     wanted = [(split, image, mask) for split in splits for image, mask in split.pairs]
@@ -301,8 +305,8 @@ def examine_dataset(layout: Layout, on_progress: OnProgress, classes: int | None
     reading = None
     if layout.task == SEGMENTATION:
         masks = [s.mask.mask for s in samples if s.mask is not None and s.mask.mask is not None]
-        reading = infer_mask_reading(masks, classes)
-    return ExaminedSet(layout, splits, samples, reading, classes, [looks[path] for path in unpaired])
+        reading = infer_mask_reading(masks, classes, ignore_index)
+    return ExaminedSet(layout, splits, samples, reading, classes, ignore_index, [looks[path] for path in unpaired])
 
 
 def _list_split_files(name: str, part: SplitFolder) -> SplitFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def _format_fix(finding: Fault, folder: Path) -> str:
         return finding.fix
     path = escape_to_one_line(shlex.quote(os.path.join(folder, finding.files[0])))
     # Quoted, so that the command can be copied for any file name.
-    return finding.fix.replace("FILE", path)
+    return re.sub(r"\bFILE\b", lambda _: path, finding.fix)
 
 
 def describe_verdict(findings: Sequence[Fault]) -> Span:

@@ -12,6 +12,7 @@ from halfstep.data.check.facts import ExaminedSet, examine_dataset
 from halfstep.data.check.page import ClassShare, DataReport, Fault, ImageFacts
 from halfstep.data.image_files import FORMATS, MOST_PIXELS
 from halfstep.data.layout import RECIPES, Layout
+from halfstep.data.mask_classes import NO_CLASS
 from halfstep.finding import Severity
 from halfstep.status_line import OnProgress
 
@@ -49,11 +50,18 @@ def _describe_strange_values(found: ExaminedSet) -> str:
     return f"values outside the classes: {', '.join(map(str, values[:5]))}{more}"
 
 
-def _suggest_class_count(found: ExaminedSet) -> str:
-    most = max(f.find_strange_values(found), default=0)
-    if most < 255:
-        return f"correct them, or give the number of classes: --classes {most + 1}"
-    return "correct them, or leave these pixels out with --ignore_index 255"
+def _suggest_mask_options(found: ExaminedSet) -> str:
+    """Return the options with which every value has a class, where there are some."""
+    values = f.find_strange_values(found)
+    numbers, ignored = [value for value in values if value < NO_CLASS], NO_CLASS in values
+    classes = max([found.classes or 0, *(value + 1 for value in numbers)]) if numbers else found.classes
+    if not f.has_class_for_each_value(found, classes, NO_CLASS if ignored else found.ignore_index):
+        return "correct them"
+    options = [f"--classes {classes}"] if numbers else []
+    options += [f"--ignore_index {NO_CLASS}"] if ignored else []
+    meanings = ["give the number of classes"] if numbers else []
+    meanings += ["leave these pixels out" if not numbers else f"leave {NO_CLASS} out"] if ignored else []
+    return f"correct them, or {' and '.join(meanings)}: {' '.join(options)}"
 
 
 def _describe_channel_kinds(found: ExaminedSet) -> str:
@@ -122,7 +130,7 @@ RULES = (
          f.build_mask_finder("blurred")),
     Rule("mask-in-colour", "error", "mask in color, unlike the others",
          "save them like the others; or all of them in color", f.build_mask_finder("coloured")),
-    Rule("mask-values", "error", _describe_strange_values, _suggest_class_count, f.build_mask_finder("strange")),
+    Rule("mask-values", "error", _describe_strange_values, _suggest_mask_options, f.build_mask_finder("strange")),
     Rule("empty-mask", "warning", "mask without foreground",
          "nothing, if the photograph shows no object; else draw the mask", f.find_empty_masks),
     Rule("class-absent", "warning", "class without a pixel", "check the numbers of your classes",
@@ -151,10 +159,13 @@ RULES = (
 
 
 def check_dataset(
-    layout: Layout, on_progress: OnProgress = lambda done, of: None, classes: int | None = None
+    layout: Layout,
+    on_progress: OnProgress = lambda done, of: None,
+    classes: int | None = None,
+    ignore_index: int | None = None,
 ) -> DataReport:
     """Check a set, and return its facts and findings."""
-    found = examine_dataset(layout, on_progress, classes)
+    found = examine_dataset(layout, on_progress, classes, ignore_index)
     faults = find_faults(found)
     sizes = sorted((sample.image.upright for sample in found.good), key=lambda size: size[0] * size[1])
     kinds = Counter(sample.image.format for sample in found.good)

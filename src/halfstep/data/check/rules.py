@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from halfstep.data.check.facts import ExaminedSet, FileFacts, SampleFacts, SplitFiles
 from halfstep.data.layout import CLASSIFICATION
-from halfstep.data.mask_classes import MaskCounts, MaskReading
+from halfstep.data.mask_classes import MaskCounts, MaskReading, infer_mask_reading
 
 Find = Callable[[ExaminedSet], Iterable[str]]
 TINY = 32
@@ -154,6 +154,14 @@ def find_strange_values(found: ExaminedSet) -> list[int]:
         if reading and sample.mask and sample.mask.mask and find_mask_trouble(sample.mask, reading) == "strange":
             values.update(reading.strange(sample.mask.mask))
     return sorted(values)
+
+
+def has_class_for_each_value(found: ExaminedSet, classes: int | None, ignore_index: int | None) -> bool:
+    """Return whether these settings give a class to each value of the masks that are neither blurred nor in color."""
+    masks = [sample.mask for sample in found.samples if sample.mask is not None and sample.mask.mask is not None]
+    usable = [one for one in masks if found.reading and find_mask_trouble(one, found.reading) in ("", "strange")]
+    reading = infer_mask_reading([one.mask for one in masks if one.mask is not None], classes, ignore_index)
+    return not any(reading.strange(one.mask) for one in usable if one.mask is not None)
 
 
 def count_class_pixels(found: ExaminedSet) -> tuple[Counter[int], Counter[int]]:

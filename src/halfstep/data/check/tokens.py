@@ -19,6 +19,7 @@ from halfstep.data.token_files import (
     TokenIndex,
     Tokens,
     compute_sha256,
+    format_tokens_command,
     read_token_index,
 )
 from halfstep.draw.notebook import PageResult
@@ -136,7 +137,7 @@ def _scan_split(tokens: TokenArray, index: TokenIndex) -> _SplitScan:
         raise BadData(
             f"{tokens.folder}: the table of documents of {tokens.split} does not fit its tokens",
             allowed="a folder that halfstep data tokens wrote",
-            do="make the tokens again",
+            do=f"make the tokens again: {format_tokens_command('FILES', tokens.folder)}",
         )
     counts = np.zeros(np.iinfo(index.dtype).max + 1 if index.dtype == "uint16" else index.vocabulary + 1, np.int64)
     for _, block in tokens.blocks():
@@ -201,9 +202,12 @@ def _iterate_faults(
         if files:
             yield Fault(id, severity, evidence, fix, tuple(files))
 
-    again = "make the tokens again: halfstep data tokens"
     every = list(looked.values())
-    if not (folder / TOKENIZER).is_file() or compute_sha256(folder / TOKENIZER) != index.tokenizer:
+    has_own = (folder / TOKENIZER).is_file() and compute_sha256(folder / TOKENIZER) == index.tokenizer
+    # A model that was trained on the tokens needs the same ones again.
+    made = {"tokenizer": str(folder / TOKENIZER)} if has_own else {}
+    again = f"make the tokens again: {format_tokens_command('FILES', folder, **made)}"
+    if not has_own:
         yield Fault("tokenizer-changed", "error", "these tokens come from another tokenizer", again, (TOKENIZER,))
     yield from fault(
         "shard-damaged", "error", "shard that differs from its digest", again, [n for o in every for n in o.damaged]
