@@ -51,6 +51,23 @@ def _loader() -> DataLoader[torch.Tensor]:
     return DataLoader(Drawn(), batch_size=4, shuffle=True)
 
 
+class Rebuilt(nn.Module):
+    """A model that is built again when it is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rebuilt:
+        copied = Rebuilt()
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
 MEASURING: dict[str, Callable[..., object]] = {
     "audit": lambda *subject: halfstep.audit(*subject, precision="bf16"),
     "audit of an absent device": lambda *subject: halfstep.audit(*subject, device="a100-80gb"),
@@ -62,7 +79,7 @@ MEASURING: dict[str, Callable[..., object]] = {
 }
 SUBJECTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "a model": lambda: (halfstep_island(small_model()), loss_fn, torch.randn(4, 8)),
-    "a loader": lambda: (small_model(), loss_fn, _loader()),
+    "a loader": lambda: (Rebuilt(), loss_fn, _loader()),
     "a function": lambda: (seeding_case,),
     "a name": lambda: ("tests.support.random_streams:seeding_case",),
     "an error in the first call": lambda: (small_model(), FailingLoss(0), torch.randn(4, 8)),

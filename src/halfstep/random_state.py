@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -223,7 +223,7 @@ def _set_device_state(state: Tensor, device: torch.device) -> None:
 # -- objects ----------------------------------------------------------------------------------------------------------
 
 
-def is_generator(thing: Any) -> bool:
+def is_generator(thing: Any) -> TypeGuard[GeneratorObject]:
     """Return whether this is an object with its own stream of random numbers."""
     if isinstance(thing, (torch.Generator, random.Random)):
         return True

@@ -81,3 +81,45 @@ def test_all_reruns_of_a_diagnosis_draw_the_same_numbers() -> None:
     assert again[-1] == first[-1]
     assert again[2][-1] == first[2][-1]
     assert again[:2] != first[:2]
+
+
+class Noisy(torch.nn.Module):
+    """A layer with its own generators, as private attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numpy, self._draw = np.random.default_rng(1), random.Random(1).random
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.from_numpy(self._numpy.standard_normal(x.shape)).to(x) + 0.1 * self._draw()
+
+
+def test_generators_of_a_layer_are_the_runs() -> None:
+    def train(guarded: bool) -> list[Any]:
+        seed_streams(1)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 4), Noisy())
+        stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1e-2), precision="fp32", check=guarded)
+        step = Guardian(stepper, tell=lambda event: None).step if guarded else stepper.step
+        for number in range(6):
+            step(loss_fn, augment(torch.zeros(4, 8)) / (0.0 if number == 3 else 1.0))
+        return [digest_of_run(stepper), repr(model[1]._numpy.bit_generator.state), model[1]._draw()]
+
+    assert train(True) == train(False)
+
+
+def test_an_error_in_a_rerun_leaves_the_streams_of_the_run() -> None:
+    seed_streams(1)
+    own, model = OwnStreams(), small_model()
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), 1e-3), precision="fp32", observe=False)
+
+    def loss(model: torch.nn.Module, batch: Tensor) -> Tensor:
+        found = loss_fn(model, batch) + own(model, batch)
+        if own.calls > 1:
+            raise StopIteration
+        return found
+
+    report = stepper.step(loss, torch.full((4, 8), torch.nan))
+    before = [read_streams(), own.read()]
+    assert diagnose(stepper, report).cause == "data"
+    assert own.calls > 1
+    assert [read_streams(), own.read()] == before

@@ -106,10 +106,11 @@ def run_emulated_step(
 
     It runs on copies: the case's model and batch, and the random state, are left unchanged.
     """
-    model, batch = copy_case(case, device)
-    if islands:
-        island(model, *islands)
     with make_step_reproducible(case, device), ExitStack() as active:
+        # Inside: a model may be built again when it is copied.
+        model, batch = copy_case(case, device)
+        if islands:
+            island(model, *islands)
         if rounding is not None:
             active.enter_context(disable_onednn_for_recurrent(model))
             active.enter_context(Recorder(model, rounding, rounding.run))

@@ -68,6 +68,7 @@ _MOST = 4096
 """Objects that are visited: an object may lead to a whole program."""
 _LONGEST = 256
 """Items of one container."""
+_METHODS = (MethodType, BuiltinFunctionType)
 _ENDS = (str, bytes, int, float, complex, type(None), type, ModuleType, BuiltinFunctionType, Tensor, torch.Generator)
 """Types that lead nowhere."""
 
@@ -125,11 +126,19 @@ def collect_closure_variables(function: Any) -> dict[str, object]:
 
 
 def find_generators(*roots: Any) -> list[GeneratorObject]:
-    """Return the random number generators that these lead to, of torch, NumPy or Python, as those of a loss function.
+    """Return the random number generators of torch, NumPy and Python that these lead to."""
+    return select_generators(thing for _, thing in iterate_reachable(*roots))
 
-    The generators that all code shares are not objects, so they are not among them.
-    """
-    return [thing for _, thing in iterate_reachable(*roots) if is_generator(thing)]
+
+def select_generators(found: Iterable[Any]) -> list[GeneratorObject]:
+    """Return the random number generators among the objects found, and those that modules and functions hold."""
+    generators: dict[int, GeneratorObject] = {}
+    for thing in found:
+        # Also private attributes of modules, which the search does not follow, and methods such as Random().random.
+        near = vars(thing).values() if isinstance(thing, nn.Module) else (thing,)
+        own = (getattr(each, "__self__", None) if isinstance(each, _METHODS) else each for each in near)
+        generators |= {id(each): each for each in own if is_generator(each)}
+    return list(generators.values())
 
 
 def _iterate_held_items(thing: Any) -> Iterator[tuple[str, Any]]:

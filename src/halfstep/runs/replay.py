@@ -95,7 +95,7 @@ def replay(
     record = read_failed_step(_choose_step(folder, found, attempt))
     own = None if task is None else resolve_own_task(task)
     # The record has the states of torch's generators. Python's and NumPy's are the same in every replay.
-    with use_seeded_generators(_SEED, torch.accelerator.current_accelerator(check_available=True)):
+    with use_seeded_generators(_SEED):
         replayed = load_recorded_step(record, precision=asked, own=own)
         findings = _ReplayFindings()
         try:

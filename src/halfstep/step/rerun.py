@@ -30,13 +30,14 @@ from halfstep.observe.reachable import (
     find_reachable_instances,
     iterate_reachable,
     iterate_tensor_leaves,
+    select_generators,
     select_outermost_modules,
 )
 from halfstep.observe.recorder import Recorder, run_eagerly, strip_compile_wrappers
 from halfstep.precision.converted import compute_as_plain_linear, list_precision_conversions
 from halfstep.precision.island import has_precision_changes, make_temporary_islands, undo_policy
 from halfstep.precision.precision import Precision, widen
-from halfstep.random_state import GeneratorObject, is_generator, preserve_random_state
+from halfstep.random_state import GeneratorObject, preserve_random_state
 from halfstep.step.loss import Counted, divide_and_scale_loss, estimate_window_count, split_loss_and_aux
 from halfstep.step.objective import Objective
 from halfstep.step.rollback import Rollback
@@ -57,7 +58,7 @@ class HeldTensors:
     tensors: dict[str, Tensor]
     """The weights and buffers of these modules, and plain tensors of the model and the loss function."""
     generators: tuple[GeneratorObject, ...]
-    """Of torch, NumPy and Python; the generators that all code shares are not among them."""
+    """Of torch, NumPy and Python."""
 
 
 def collect_held_tensors(model: nn.Module, loss_fn: Any, batch: Any = None) -> HeldTensors:
@@ -75,8 +76,7 @@ def collect_held_tensors(model: nn.Module, loss_fn: Any, batch: Any = None) -> H
         tensors |= {f"buffer {_format_held_path(name, holder)}": buffer for name, buffer in module.named_buffers()}
         tensors |= {f"weight {_format_held_path(name, holder)}": weight for name, weight in module.named_parameters()}
     everything = [thing for _, thing in (*found, *on_model, *iterate_reachable(batch))]
-    generators = {id(thing): thing for thing in everything if is_generator(thing)}
-    return HeldTensors(modules, tensors, tuple(generators.values()))
+    return HeldTensors(modules, tensors, tuple(select_generators([*everything, *model.modules()])))
 
 
 def _is_plain_tensor(thing: Any) -> bool:

@@ -17,7 +17,7 @@ from halfstep.guard.diagnosis.bad_inputs import PriorSteps
 from halfstep.guard.diagnosis.diagnose import DiagnosisCost
 from halfstep.guard.streak import Streak
 from halfstep.guard.verdict import PRECISION, WARM_UP, FailedStep, Kind, Level, ProposedRemedy, StepHistory, Verdict
-from halfstep.observe.reachable import collect_closure_variables, find_generators
+from halfstep.observe.reachable import collect_closure_variables, iterate_reachable
 from halfstep.observe.recorder import has_compiled_code
 from halfstep.precision.island import find_islands
 from halfstep.step.report import StepReport
@@ -53,7 +53,7 @@ class GeneratorFinder:
 
 def _find_torch_generators(*roots: Any) -> list[torch.Generator]:
     # Before each step only torch's: reading the states of Python's and NumPy's would take many times as long.
-    return [generator for generator in find_generators(*roots) if isinstance(generator, torch.Generator)]
+    return [thing for _, thing in iterate_reachable(*roots) if isinstance(thing, torch.Generator)]
 
 
 def _is_plain_batch(batch: Any, deep: int = 3) -> bool:

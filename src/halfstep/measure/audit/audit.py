@@ -42,7 +42,7 @@ from halfstep.observe.recorder import Recorder
 from halfstep.precision.hardware import list_device_types
 from halfstep.precision.island import find_islands
 from halfstep.precision.precision import Precision, resolve_precision_name
-from halfstep.random_state import use_seeded_generators
+from halfstep.random_state import preserve_random_state, use_seeded_generators
 from halfstep.status_line import OnProgress
 
 _DEVICE = "cuda"
@@ -251,11 +251,12 @@ def audit(
     measured = resolve_subject(subject, loss_fn, batch, settings)
     name, make_case = measured.name, measured.open
     target = device_named(device or "here")
-    if device is None or (
-        target.device.kind in list_device_types() and torch.device(target.device.place).type in list_device_types()
-    ):
-        return _LocalAudit(name, make_case(), target, precision, progress).audit()
-    return _audit_absent_device(name, make_case, target, precision)
+    here = list_device_types()
+    # A model may be built again when it is copied.
+    with preserve_random_state():
+        if device is None or (target.device.kind in here and torch.device(target.device.place).type in here):
+            return _LocalAudit(name, make_case(), target, precision, progress).audit()
+        return _audit_absent_device(name, make_case, target, precision)
 
 
 class _LocalAudit:

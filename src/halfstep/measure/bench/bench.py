@@ -40,6 +40,7 @@ from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, Subject, resolve_subject
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
 from halfstep.precision.names import parse_precision
+from halfstep.random_state import preserve_random_state
 from halfstep.status_line import OnProgress
 
 OneRun = Callable[[int], RunResult]
@@ -257,7 +258,9 @@ def bench(
         progress=progress,
     )
     if isinstance(given, Case) or given.is_own_code:
-        return _bench_case(given, changes, arms, run)
+        # A model may be built again when it is copied.
+        with preserve_random_state():
+            return _bench_case(given, changes, arms, run)
     if folder is not None:
         return _bench_recipe(given, changes, folder.absolute(), seeds, run)
     with tempfile.TemporaryDirectory(prefix="halfstep-bench-") as place:

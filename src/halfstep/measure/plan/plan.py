@@ -39,6 +39,7 @@ from halfstep.measure.subject import Measurable, Settings, resolve_subject
 from halfstep.numbers import format_counted_noun
 from halfstep.precision.hardware import Device, describe_device
 from halfstep.precision.names import FP8
+from halfstep.random_state import preserve_random_state
 from halfstep.status_line import OnProgress
 
 Cells = Mapping[StepSetting, PlanCell]
@@ -173,7 +174,10 @@ def plan(
         partial(create_candidate, measured, device=device), budget, partial(_report_progress, budget, progress)
     )
     where = HERE if isinstance(measured, Case) else ELSEWHERE
-    return run_plan_search(PlanSearch(facts, here, SettingTrials(runner, budget, room)), where, grow_batch=grow_batch)
+    search = PlanSearch(facts, here, SettingTrials(runner, budget, room))
+    # A model may be built again when it is copied.
+    with preserve_random_state():
+        return run_plan_search(search, where, grow_batch=grow_batch)
 
 
 def run_plan_search(search: PlanSearch, where: str, *, grow_batch: bool = False) -> Plan:

@@ -20,6 +20,7 @@ from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, Subject, resolve_subject
 from halfstep.measure.worker_process import CandidateFailed, CandidateProcess
 from halfstep.precision.names import AUTO, parse_precision
+from halfstep.random_state import preserve_random_state
 from halfstep.status_line import OnProgress
 
 _WHOLE = 100
@@ -66,7 +67,8 @@ def profile(
     else:
         words, own_code = (), True
     skipped: dict[str, str] = {}
-    with _open_subject(measured, precision, device) as ask:
+    # A model may be built again when it is copied.
+    with preserve_random_state(), _open_subject(measured, precision, device) as ask:
         found = _run_stages(ask, precision or AUTO, skipped, seconds, progress)
     asked_on = None if device is None else str(device)
     facts = replace(
