@@ -196,6 +196,7 @@ def test_the_command_for_a_link_replaces_it_by_the_file() -> None:
     assert not (root / "images" / "03.png").is_symlink()
 
 
+@pytest.mark.wording
 def test_a_name_of_a_task_that_is_suggested_is_one() -> None:
     root = pairs(Path("set"))
     first = check(root, "--task", "segmentaton")
