@@ -127,7 +127,8 @@ def collect_closure_variables(function: Any) -> dict[str, object]:
 
 def find_generators(*roots: Any) -> list[GeneratorObject]:
     """Return the random number generators of torch, NumPy and Python that these lead to."""
-    return select_generators(thing for _, thing in iterate_reachable(*roots))
+    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    return select_generators([*(thing for _, thing in iterate_reachable(*roots)), *modules])
 
 
 def select_generators(found: Iterable[Any]) -> list[GeneratorObject]:

@@ -152,9 +152,18 @@ class Source:
         self.generator = torch.Generator().manual_seed(1)
 
 
+class Private(nn.Module):
+    """A layer whose generator is a private attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own = torch.Generator().manual_seed(1)
+
+
 @pytest.mark.parametrize(
     ("holder", "find"),
     [
+        (Private(), lambda model: model.holder._own),
         (torch.Generator().manual_seed(1), lambda model: model.holder),
         ([torch.Generator().manual_seed(1)], lambda model: model.holder[0]),
         ({"a": {"b": torch.Generator().manual_seed(1)}}, lambda model: model.holder["a"]["b"]),

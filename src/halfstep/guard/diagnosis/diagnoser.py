@@ -17,7 +17,7 @@ from halfstep.guard.diagnosis.bad_inputs import PriorSteps
 from halfstep.guard.diagnosis.diagnose import DiagnosisCost
 from halfstep.guard.streak import Streak
 from halfstep.guard.verdict import PRECISION, WARM_UP, FailedStep, Kind, Level, ProposedRemedy, StepHistory, Verdict
-from halfstep.observe.reachable import collect_closure_variables, iterate_reachable
+from halfstep.observe.reachable import collect_closure_variables, find_generators, find_reachable_instances
 from halfstep.observe.recorder import has_compiled_code
 from halfstep.precision.island import find_islands
 from halfstep.step.report import StepReport
@@ -35,25 +35,28 @@ class GeneratorFinder:
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
         self._looked_at: Any = None
-        self._found: list[torch.Generator] = []
+        self._of_loss: list[torch.Generator] = []
+        self._model_version: int | None = None
+        self._of_model: list[torch.Generator] = []
 
     def states(self, loss_fn: Any, batch: Any) -> Generators:
         """Return each generator with its current state."""
-        key = self._key(loss_fn)
+        key, version = self._key(loss_fn), self._stepper.model_version
+        if version != self._model_version:
+            # Only torch's: reading Python's and NumPy's before each step would take many times as long.
+            found = find_generators(self._stepper.model)
+            self._of_model = [generator for generator in found if isinstance(generator, torch.Generator)]
+            self._model_version = version
         if key != self._looked_at:
-            self._looked_at, self._found = key, _find_torch_generators(loss_fn, self._stepper.model)
-        found = self._found if _is_plain_batch(batch) else {*self._found, *_find_torch_generators(batch)}
-        return [(generator, generator.get_state()) for generator in found]
+            self._looked_at, self._of_loss = key, find_reachable_instances(loss_fn, torch.Generator)
+        of_batch = () if _is_plain_batch(batch) else find_reachable_instances(batch, torch.Generator)
+        together = dict.fromkeys((*self._of_model, *self._of_loss, *of_batch))
+        return [(generator, generator.get_state()) for generator in together]
 
     def _key(self, loss_fn: Any) -> Any:
         """Return a key that is the same for a lambda written inside a loop, which is a new object in every step."""
         held = tuple(map(id, collect_closure_variables(loss_fn).values()))
-        return id(getattr(loss_fn, "__code__", loss_fn)), held, self._stepper.model_version
-
-
-def _find_torch_generators(*roots: Any) -> list[torch.Generator]:
-    # Before each step only torch's: reading the states of Python's and NumPy's would take many times as long.
-    return [thing for _, thing in iterate_reachable(*roots) if isinstance(thing, torch.Generator)]
+        return id(getattr(loss_fn, "__code__", loss_fn)), held
 
 
 def _is_plain_batch(batch: Any, deep: int = 3) -> bool:
