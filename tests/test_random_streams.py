@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -269,3 +270,13 @@ def test_a_function_leaves_the_streams_of_its_caller(name: str, folders: Folders
     before = read_streams()
     CALLS[name](folders)
     assert read_streams() == before
+
+
+def test_a_run_whose_failed_steps_are_diagnosed_has_the_weights_of_one_without_a_guard(folders: Folders) -> None:
+    short = ["train.steps=24", "train.batch_size=4", "train.seed=3", "data.nan=[1,5]"]
+    folders.fit("guarded", *short)
+    folders.fit("unguarded", *short, "guard.mode=off")
+    assert len(halfstep.failed_steps(folders.place / "guarded").failed_steps) == 2
+    one, other = (load_file(folders.place / name / "last.safetensors") for name in ("guarded", "unguarded"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
