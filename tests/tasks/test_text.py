@@ -128,13 +128,7 @@ def test_norms_head_and_embedding_can_be_islands() -> None:
     assert not stepper.observed.idle_islands
 
 
-def test_positions_and_targets_of_documents_in_one_window() -> None:
-    task = text()
-    task.source("train")
-    sample = task.transform("train", {"tokens": torch.tensor([5, 6, 0, 7, 0, 0, 8, 9])})
-    assert sample["tokens"].tolist() == [5, 6, 0, 7, 0, 0, 8]
-    assert sample["targets"].tolist() == [6, 0, IGNORED, 0, IGNORED, IGNORED, 9]
-    assert sample["positions"].tolist() == [0, 1, 2, 0, 1, 0, 0]
+def test_a_mask_keeps_documents_apart() -> None:
     mask = build_attention_mask(torch.tensor([[0, 1, 0, 1]]))[0, 0]
     assert mask.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
@@ -167,11 +161,11 @@ def test_a_document_is_computed_as_if_it_were_alone(kind: str) -> None:
     task = text(**TYPES[kind])
     model = task.model().eval()
     first, second = torch.randint(1, 500, (14,)).tolist(), torch.randint(1, 500, (17,)).tolist()
-    together = batch_from([[*first, 0, *second, 0]], task)
+    together = batch_from([[0, *first, 0, *second, 0]], task)
     loss = task.loss(model, together)
     alone = [model.language(input_ids=r, labels=r).loss * (r.shape[1] - 1)
-             for r in (torch.tensor([[*first, 0]]), torch.tensor([[*second, 0]]))]  # fmt: skip
-    assert int(loss.count) == len(first) + len(second)
+             for r in (torch.tensor([[0, *first, 0]]), torch.tensor([[0, *second, 0]]))]  # fmt: skip
+    assert int(loss.count) == len(first) + len(second) + 2
     assert loss.sum.item() == pytest.approx(sum(alone).item(), rel=1e-5)
     # Nothing that the first document says reaches the second, not even in backward.
     embedded = model.inner.get_input_embeddings()

@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from halfstep.data.dataset import Sample, Source
 from halfstep.data.gguf_base import hide_progress_bars
 from halfstep.data.layout import resolve_data_path
-from halfstep.data.token_files import TOKENIZER, TokenArray, TokenIndex, read_token_index
+from halfstep.data.token_files import (
+    TOKENIZER,
+    VERSION,
+    VERSION_WITHOUT_BEGINNINGS,
+    TokenArray,
+    TokenIndex,
+    read_token_index,
+)
 from halfstep.data.token_windows import TokenWindows
-from halfstep.data.tokenizing import read_tokenizer, write_python_tokens
+from halfstep.data.tokenizing import find_document_beginning, read_tokenizer, write_python_tokens
 from halfstep.errors import BadData, WrongUse
 from halfstep.precision.precision import Precision
 from halfstep.status_line import OnProgress
@@ -27,6 +34,10 @@ from halfstep.train.metrics import Metric, Metrics
 from halfstep.train.process_group import resolve_device
 from halfstep.train.task import Prediction, Split, Task, ignore_progress
 
+NO_BEGINNINGS = (
+    "the documents have no beginnings, as tokens of earlier versions: the model does not learn how a text begins; "
+    "new tokens have them: halfstep data tokens FILES"
+)
 COMPARED = 64
 """Held-out windows that a merged model is compared on."""
 TOGETHER = 4
@@ -54,6 +65,10 @@ class Text(Task):
         self._tokenizer: Any = None
         self._config: dict[str, Any] | None = None
         self._vocabulary = self._end = -1
+        self._begin: tuple[int, ...] | None = None
+        """The tokens that a document begins with; None where it has no beginning, as in runs of earlier versions."""
+        self._continues: bool | None = None
+        """Whether the documents of an earlier launch have beginnings; None without an earlier launch."""
         self._tokens_per_byte: dict[str, float] = {}
         self._base = ""
         """The fingerprint of an adapter's base."""
@@ -76,8 +91,25 @@ class Text(Task):
         return TokenWindows(tokens, self.recipe.data.length, [(f"base/{path.name}", path) for path in base])
 
     def transform(self, split: Split, sample: Sample) -> Sample:
-        """Return inputs, targets shifted by one, and positions, which start again with each document."""
+        """Return inputs, targets shifted by one, and positions, which start again with each document.
+
+        A document starts at its beginning, which is no target. Its other tokens and its end token are targets once.
+        """
         self._known()
+        if self._begin is None:
+            return self._transform_without_beginnings(sample)
+        first, *others = self._begin
+        tokens, targets = sample["tokens"][:-1], sample["tokens"][1:].clone()
+        # The end token before a document is a target; where a document begins with it, only as that.
+        for token in others if first == self._end else self._begin:
+            targets[targets == token] = IGNORED
+        targets[targets < 0] = IGNORED
+        tokens = torch.where(tokens < 0, self._end, tokens)
+        places = torch.arange(len(tokens))
+        starts = torch.where(tokens == first, places, 0)
+        return {"tokens": tokens, "targets": targets, "positions": places - starts.cummax(0).values}
+
+    def _transform_without_beginnings(self, sample: Sample) -> Sample:
         tokens, targets = sample["tokens"][:-1], sample["tokens"][1:].clone()
         ends = tokens == self._end
         # After the end of a document comes another one, which it does not predict.
@@ -115,7 +147,8 @@ class Text(Task):
         lines = self.store_frozen(model, precision)
         lines += adapters.describe_model_parts(model, self.recipe.model, precision) if model.has_adapter else []
         with precision.inference(next(model.parameters()).device):
-            return [*lines, *check_document_separation(model, self._vocabulary, self._end)]
+            lines += check_document_separation(model, self._vocabulary, self._end)
+        return [*lines, *([] if self._begin is not None else [NO_BEGINNINGS])]
 
     def loss(self, model: nn.Module, batch: Sample, metrics: Metrics | None = None) -> Counted:
         """Return the cross-entropy of the next tokens, summed, and their number."""
@@ -140,6 +173,7 @@ class Text(Task):
             "config": config,
             "tokenizer": building.pack_tokenizer(self._tokenizer),
             "end": self._end,
+            "begin": None if self._begin is None else list(self._begin),
             "vocabulary": self._vocabulary,
             "tokens_per_byte": self._tokens_per_byte,
             **({"base": self._base} if self._base else {}),
@@ -152,8 +186,15 @@ class Text(Task):
         self._config = facts["config"]
         self._tokenizer = building.unpack_tokenizer(facts["tokenizer"])
         self._end, self._vocabulary = facts["end"], facts["vocabulary"]
+        begin = facts.get("begin")
+        self._begin, self._continues = None if begin is None else tuple(begin), begin is not None
         self._tokens_per_byte = dict(facts["tokens_per_byte"])
         self._base = str(facts.get("base", ""))
+
+    def resume(self, facts: Mapping[str, Any]) -> None:
+        """Keep documents without beginnings in a run that began with them."""
+        if facts:
+            self._continues = facts.get("begin") is not None
 
     @property
     def generates(self) -> bool:
@@ -161,11 +202,11 @@ class Text(Task):
         return True
 
     def prompt(self, text: str) -> Tensor:
-        """Return the tokens of a prompt; after an empty one, a document starts."""
+        """Return the tokens of a prompt, after the beginning of a document."""
         self._known()
         self._tokenizer.encode_special_tokens = True
-        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids or [self._end]
-        return torch.tensor(tokens)
+        tokens = [*(self._begin or ()), *self._tokenizer.encode(text, add_special_tokens=False).ids]
+        return torch.tensor(tokens or [self._end])
 
     @torch.no_grad()
     def predict(self, model: nn.Module, tokens: Tensor) -> Prediction:
@@ -210,7 +251,7 @@ class Text(Task):
             written, lines = self._merge_adapter(model) if merge else (model, [])
             written.inner.config.use_cache = True
             written.language.save_pretrained(folder)
-            building.save_tokenizer(self._tokenizer, self._end, folder)
+            building.save_tokenizer(self._tokenizer, self._first, self._end, folder)
             if merge:
                 return lines
             if model.has_adapter:
@@ -249,8 +290,12 @@ class Text(Task):
         if self._index is not None:
             return
         data = self.recipe.data
-        python = data.name == "python"
-        self._folder = write_python_tokens(data.samples, data.vocabulary) if python else resolve_data_path(data.path)
+        version = VERSION_WITHOUT_BEGINNINGS if self._continues is False else VERSION
+        self._folder = (
+            write_python_tokens(data.samples, data.vocabulary, version)
+            if data.name == "python"
+            else resolve_data_path(data.path)
+        )
         self._index = index = read_token_index(self._folder)
         own = read_tokenizer(self._folder)
         if self._tokenizer is not None and own.get_vocab() != self._tokenizer.get_vocab():
@@ -259,9 +304,27 @@ class Text(Task):
                 allowed="the tokens that the run was trained on, or others of its tokenizer",
                 do=f"put them back at {self._folder}",
             )
+        self._refuse_other_beginnings(index)
         self._tokenizer = own
-        self._end, self._vocabulary = index.end, index.vocabulary
-        self._tokens_per_byte = {s: index.split(s).tokens / max(index.split(s).bytes, 1) for s in ("train", "val")}
+        self._begin, self._end, self._vocabulary = index.begin, index.end, index.vocabulary
+        self._tokens_per_byte = {s: index.count_targets(s) / max(index.split(s).bytes, 1) for s in ("train", "val")}
+
+    def _refuse_other_beginnings(self, index: TokenIndex) -> None:
+        """Raise `BadData` where the documents do not begin as those of the run do."""
+        known = self._continues is not None
+        if not known or (self._continues == (index.begin is not None) and self._begin in (None, index.begin)):
+            return
+        now = "no beginnings" if index.begin is None else f"the beginning {list(index.begin)}"
+        raise BadData(
+            f"the documents of {self._folder} have {now}, unlike those that the run began with",
+            allowed="tokens whose documents begin as those of the run",
+            do=f"put the tokens of the run back at {self._folder}",
+        )
+
+    @property
+    def _first(self) -> int:
+        """The token with which a text begins."""
+        return self._end if self._begin is None else self._begin[0]
 
     def _known(self) -> None:
         """Read the tokens' index, unless a finished run has recorded its facts."""
@@ -284,7 +347,7 @@ class Text(Task):
 
     def _make_config(self) -> Any:
         options, length = self.recipe.model, self.recipe.data.length
-        return building.build_model_config(options, self._vocabulary, length, self._end)
+        return building.build_model_config(options, self._vocabulary, length, self._first, self._end)
 
     def _load_or_make_config(self) -> Any:
         options = self.recipe.model
@@ -307,6 +370,17 @@ class Text(Task):
                 f"the tokens of {self._folder} are not those of {base}",
                 allowed="tokens that the base's own tokenizer made",
                 do=f"halfstep data tokens FILES --tokenizer {place} --out FOLDER",
+            )
+        begin = None if own is None else find_document_beginning(read_tokenizer(own), self._end)
+        if begin is not None and self._continues is None and begin != (self._begin or (self._end,)):
+            now, wanted = (
+                " ".join(map(str, map(self._tokenizer.id_to_token, one))) or "nothing"
+                for one in (self._begin or (), begin)
+            )
+            raise BadData(
+                f"the documents of {self._folder} begin with {now}, and texts of {base} with {wanted}",
+                allowed="tokens that the base's own tokenizer made",
+                do=f"halfstep data tokens FILES --tokenizer {own} --out FOLDER",
             )
         most = getattr(config, "max_position_embeddings", None)
         if most is not None and self.recipe.data.length > most:

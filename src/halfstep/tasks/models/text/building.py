@@ -21,12 +21,12 @@ SIZES = {"mlp": "intermediate_size", "kv_heads": "num_key_value_heads"}
 GPT2 = {"width": "n_embd", "layers": "n_layer", "heads": "n_head", "mlp": "n_inner"}
 
 
-def build_model_config(options: Any, vocabulary: int, length: int, end: int) -> Any:
+def build_model_config(options: Any, vocabulary: int, length: int, begin: int, end: int) -> Any:
     """Return the config of a new model for these tokens."""
     common = {
         "vocab_size": max(options.vocabulary or 0, vocabulary),
         "tie_word_embeddings": options.tied,
-        "bos_token_id": end,
+        "bos_token_id": begin,
         "eos_token_id": end,
         "use_cache": False,
     }
@@ -115,12 +115,12 @@ def pack_tokenizer(tokenizer: Any) -> str:
     return base64.b64encode(zlib.compress(tokenizer.to_str().encode(), 9)).decode()
 
 
-def save_tokenizer(tokenizer: Any, end: int, folder: Path) -> None:
+def save_tokenizer(tokenizer: Any, begin: int, end: int, folder: Path) -> None:
     """Save a tokenizer as transformers' AutoTokenizer reads it."""
     from transformers import PreTrainedTokenizerFast
 
-    name = tokenizer.id_to_token(end)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=name, bos_token=name).save_pretrained(folder)
+    names = {"bos_token": tokenizer.id_to_token(begin), "eos_token": tokenizer.id_to_token(end)}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
 def unpack_tokenizer(text: str) -> Any:
