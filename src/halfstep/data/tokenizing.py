@@ -276,6 +276,11 @@ def read_tokenizer(place: str | Path) -> Any:
             allowed="a tokenizer.json, as transformers and tokenizers save it",
             do="copy it again, or save it with tokenizer.save_pretrained(FOLDER)",
         ) from error
+    return prepare_tokenizer(tokenizer)
+
+
+def prepare_tokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer that reads all of a text, as text."""
     # Text that spells a special token stays text: no document ends because it mentions the end token.
     tokenizer.encode_special_tokens = True
     # Some files keep the settings of a training: every document would be cut to its length, or filled to it.

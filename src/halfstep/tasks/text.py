@@ -27,7 +27,7 @@ from halfstep.errors import BadData, WrongUse
 from halfstep.precision.precision import Precision
 from halfstep.status_line import OnProgress
 from halfstep.step.loss import Counted
-from halfstep.tasks.models.text import adapters, building
+from halfstep.tasks.models.text import adapters, building, tokenizer_files
 from halfstep.tasks.models.text.model import IGNORED, LanguageModel, check_document_separation, compare_logits
 from halfstep.tasks.options.text import NO_ADAPTER, NO_BASE, SCHEMA, check
 from halfstep.train.metrics import Metric, Metrics
@@ -72,6 +72,10 @@ class Text(Task):
         self._tokens_per_byte: dict[str, float] = {}
         self._base = ""
         """The fingerprint of an adapter's base."""
+        self._base_files: dict[str, bytes] | None = None
+        """The files of a base that describe its tokenizer; None until they are read."""
+        self._tokenizer_json = b""
+        """The tokenizer as the base, the run or the tokens have it."""
 
     # -- data -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +175,8 @@ class Text(Task):
         config = self._config or building.convert_config_to_plain(self._load_or_make_config())
         return {
             "config": config,
-            "tokenizer": building.pack_tokenizer(self._tokenizer),
+            "tokenizer": tokenizer_files.pack_file(self._find_tokenizer_json()),
+            "base_files": {name: tokenizer_files.pack_file(one) for name, one in self._find_base_files().items()},
             "end": self._end,
             "begin": None if self._begin is None else list(self._begin),
             "vocabulary": self._vocabulary,
@@ -184,7 +189,11 @@ class Text(Task):
         if not facts:
             return
         self._config = facts["config"]
-        self._tokenizer = building.unpack_tokenizer(facts["tokenizer"])
+        self._tokenizer_json = tokenizer_files.unpack_file(facts["tokenizer"])
+        self._tokenizer = tokenizer_files.parse_tokenizer(self._tokenizer_json)
+        if "base_files" in facts:
+            files = facts["base_files"].items()
+            self._base_files = {name: tokenizer_files.unpack_file(one) for name, one in files}
         self._end, self._vocabulary = facts["end"], facts["vocabulary"]
         begin = facts.get("begin")
         self._begin, self._continues = None if begin is None else tuple(begin), begin is not None
@@ -251,13 +260,47 @@ class Text(Task):
             written, lines = self._merge_adapter(model) if merge else (model, [])
             written.inner.config.use_cache = True
             written.language.save_pretrained(folder)
-            building.save_tokenizer(self._tokenizer, self._first, self._end, folder)
+            lines.append(self._write_tokenizer(folder, written.inner.config))
             if merge:
                 return lines
             if model.has_adapter:
-                return [f"the adapter alone; its base is {self.recipe.model.base}, fingerprint {self._base}"]
+                base = self.recipe.model.base
+                return [f"the adapter alone; its base is {base}, fingerprint {self._base}", *lines]
             again = LanguageModel(building.load_base(str(folder), False, dtype=torch.float32))
-            return [compare_logits(model, again, self._vocabulary)]
+            return [compare_logits(model, again, self._vocabulary), *lines]
+
+    def _write_tokenizer(self, folder: Path, config: Any) -> str:
+        """Write the tokenizer and the base's own files, or a description; return how they agree with the config."""
+        files = self._find_base_files()
+        if not files:
+            tokenizer_files.describe_tokenizer(self._tokenizer, self._first, self._end, folder)
+        else:
+            tokenizer_files.write_base_files({**files, TOKENIZER: self._find_tokenizer_json()}, folder)
+        return tokenizer_files.compare_written_tokenizer(folder, self._tokenizer, config, of_base=bool(files))
+
+    def _find_base_files(self) -> dict[str, bytes]:
+        """Return the files of the base that describe its tokenizer; those of a run of an earlier version, as they are.
+
+        None where there is no base, or where it is gone.
+        """
+        if self._base_files is None:
+            folder = self._find_base_folder()
+            self._base_files = {} if folder is None else tokenizer_files.read_base_files(folder)
+        return self._base_files
+
+    def _find_tokenizer_json(self) -> bytes:
+        if not self._tokenizer_json:
+            folder = self._find_base_folder()
+            own = None if folder is None else folder / TOKENIZER
+            has = own is not None and own.is_file()
+            self._tokenizer_json = own.read_bytes() if has else self._tokenizer.to_str().encode()
+        return self._tokenizer_json
+
+    def _find_base_folder(self) -> Path | None:
+        options, finished = self.recipe.model, self._config is not None
+        if options.base == NO_BASE:
+            return None
+        return tokenizer_files.find_base_folder(options.base, options.download and not finished)
 
     def _merge_adapter(self, model: LanguageModel) -> tuple[LanguageModel, list[str]]:
         """Return the merged model and its losses; raise `WrongUse` if it is worse."""
@@ -361,8 +404,9 @@ class Text(Task):
         """Raise `BadData` where tokens and base do not belong together."""
         self._known()
         base = self.recipe.model.base
-        own = building.find_base_tokenizer(base)
-        place = own or f"{base}/{TOKENIZER}"
+        folder = self._find_base_folder()
+        place = f"{base}/{TOKENIZER}" if folder is None else folder / TOKENIZER
+        own = folder / TOKENIZER if folder is not None and (folder / TOKENIZER).is_file() else None
         if config.vocab_size < self._vocabulary or (
             own is not None and read_tokenizer(own).get_vocab() != self._tokenizer.get_vocab()
         ):

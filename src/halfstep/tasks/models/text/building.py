@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halfstep.data.gguf_base import hide_progress_bars
-from halfstep.data.token_files import TOKENIZER
 from halfstep.errors import BadData, format_error_line
 
 SIZES = {"mlp": "intermediate_size", "kv_heads": "num_key_value_heads"}
@@ -99,32 +95,3 @@ def _replace_base_errors(name: str, download: bool) -> Iterator[None]:
             allowed="config.json and .safetensors of a causal language model that transformers knows",
             do="check the name and the network" if download else f"check the files in {name}, or copy them again",
         ) from error
-
-
-def find_base_tokenizer(name: str) -> Path | None:
-    """Return the tokenizer of a base in a folder, where it has one."""
-    path = Path(os.path.expanduser(name)) / TOKENIZER
-    return path if path.is_file() else None
-
-
-# -- tokenizers as facts ----------------------------------------------------------------------------------------------
-
-
-def pack_tokenizer(tokenizer: Any) -> str:
-    """Return a tokenizer as a short text: its JSON may take megabytes."""
-    return base64.b64encode(zlib.compress(tokenizer.to_str().encode(), 9)).decode()
-
-
-def save_tokenizer(tokenizer: Any, begin: int, end: int, folder: Path) -> None:
-    """Save a tokenizer as transformers' AutoTokenizer reads it."""
-    from transformers import PreTrainedTokenizerFast
-
-    names = {"bos_token": tokenizer.id_to_token(begin), "eos_token": tokenizer.id_to_token(end)}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
-
-
-def unpack_tokenizer(text: str) -> Any:
-    """Return the tokenizer that `pack_tokenizer` gave."""
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(zlib.decompress(base64.b64decode(text)).decode())
