@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -268,11 +269,41 @@ def test_the_space_before_new_text_is_kept() -> None:
     assert task._decode_text([], [2, 0]) == "c a"
 
 
-@pytest.mark.parametrize(("kind", "new_tokens", "most"), [("llama", 4, 4), ("gpt2", 100, 31)])
-def test_a_prompt_longer_than_the_window_is_cut_from_its_beginning(kind: str, new_tokens: int, most: int) -> None:
-    task = text(type=kind, new_tokens=new_tokens)
-    found = task.predict(task.model().eval(), task.prompt("import os\n" * 200))
-    assert 0 < found.values["tokens"] <= most
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_reads_all_of_a_prompt_and_the_text_ends_where_its_context_does(kind: str) -> None:
+    """The window of 32 tokens is the context of a new model, however many new tokens are requested."""
+    task = text(type=kind, new_tokens=100, temperature=0)
+    model = task.model().eval()
+    model.inner.config.eos_token_id = model.inner.generation_config.eos_token_id = None
+    read: list[int] = []
+    handle = model.inner.get_input_embeddings().register_forward_pre_hook(
+        lambda _m, args: read.extend(args[0][0].tolist())
+    )
+    task._end = 511  # no token ends a text, or none that is likely
+    for length in (1, 10, 31):
+        read.clear()
+        prompt = torch.randint(1, 500, (length,))
+        found = task.predict(model, prompt).values
+        assert read[:length] == prompt.tolist()
+        assert found["tokens"] == 32 - length
+        assert found["left_out"] == 100 - (32 - length)
+    handle.remove()
+    with pytest.raises(BadData) as refused:
+        task.predict(model, torch.randint(1, 500, (40,)))
+    assert "9 more" in refused.value.given
+
+
+def test_the_context_of_a_base_is_the_limit_and_not_the_window(base: Path) -> None:
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    task = text(base=str(base), new_tokens=128, temperature=0)
+    model, prompt = task.model().eval(), torch.randint(1, 500, (100,))
+    read: list[int] = []
+    model.inner.get_input_embeddings().register_forward_pre_hook(lambda _m, args: read.extend(args[0][0].tolist()))
+    found = task.predict(model, prompt).values
+    assert read[:100] == prompt.tolist()
+    assert found["left_out"] == 0
+    assert found["ended"] or found["tokens"] == 128
 
 
 def test_tokens_of_another_tokenizer_are_not_the_runs() -> None:
@@ -375,6 +406,21 @@ def test_a_run_evaluates_predicts_and_exports(run: Path, tmp_path: Path) -> None
     with torch.no_grad():
         ours = result.model.logits(rows, torch.arange(rows.shape[1])[None])
         torch.testing.assert_close(model(rows).logits, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_that_do_not_fit_are_named_or_refused(run: Path, tmp_path: Path) -> None:
+    long = "import os " * 200
+    done = CliRunner().invoke(build(), ["predict", str(run), "--prompt", long, "--out", str(tmp_path / "none")])
+    assert isinstance(done.exception, BadData) or done.exit_code == BadData("", allowed="", do="").exit_code
+    assert not (tmp_path / "none" / "texts").exists()
+    said = command(
+        "predict", run, "--prompt", long, "--prompt", "class ", "--new_tokens", "100", "--out", tmp_path / "a"
+    )
+    assert "left out prompt-1" in said
+    assert [path.name for path in (tmp_path / "a" / "texts").iterdir()] == ["prompt-2.txt"]
+    words = ["--prompt", "import os " * 8, "--new_tokens", "100", "--out", str(tmp_path / "b"), "--json"]
+    [written] = json.loads(command("predict", run, *words))["texts"]
+    assert written["ended"] or 0 < written["left_out"] < 100
 
 
 def test_samples_without_a_prompt_differ_and_repeat_with_the_seed(run: Path, tmp_path: Path) -> None:

@@ -219,17 +219,21 @@ class Text(Task):
 
     @torch.no_grad()
     def predict(self, model: nn.Module, tokens: Tensor) -> Prediction:
-        """Return the continuation of a prompt, as text; sampled from torch's default generator."""
+        """Return the continuation of a prompt, as text; sampled from torch's default generator.
+
+        The model reads all of the prompt: raise `BadData` for one that fills its context. The text ends where the
+        context is full; `left_out` is the number of new tokens without a place in it.
+        """
         assert isinstance(model, LanguageModel)
         self._known()
         options = self.recipe.model
         sampling: dict[str, Any] = {"do_sample": False}
         if options.temperature > 0:
             sampling = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k}
-        most = getattr(model.inner.config, "max_position_embeddings", None) or math.inf
-        new_tokens = int(min(options.new_tokens, most - 1))
-        # The newest tokens, where a prompt is longer than what the model was trained with.
-        prompt = tokens[-max(1, self.recipe.data.length - new_tokens) :].unsqueeze(0)
+        room = self._find_context(model.inner.config) - len(tokens)
+        if room < 1:
+            raise _build_prompt_error(len(tokens), int(room))
+        new_tokens, prompt = int(min(options.new_tokens, room)), tokens.unsqueeze(0)
         with adapters.use_inference_precision(model):
             found = model.language.generate(
                 input_ids=prompt,
@@ -243,7 +247,8 @@ class Text(Task):
         written = found[0, prompt.shape[1] :].tolist()
         ended = bool(written) and written[-1] == self._end
         text = self._decode_text(prompt[0].tolist(), written[:-1] if ended else written)
-        return Prediction(values={"text": text, "tokens": len(written), "ended": ended})
+        left_out = 0 if ended else options.new_tokens - new_tokens
+        return Prediction(values={"text": text, "tokens": len(written), "ended": ended, "left_out": left_out})
 
     def _decode_text(self, prompt: list[int], written: list[int]) -> str:
         """Return new tokens as text; many tokenizers write no space before the first token that they decode."""
@@ -400,6 +405,10 @@ class Text(Task):
             else building.read_base_config(options.base, options.download)
         )
 
+    def _find_context(self, config: Any) -> float:
+        """Return how many tokens the model sees at most, by its config."""
+        return getattr(config, "max_position_embeddings", None) or math.inf
+
     def _fits(self, config: Any) -> None:
         """Raise `BadData` where tokens and base do not belong together."""
         self._known()
@@ -426,13 +435,22 @@ class Text(Task):
                 allowed="tokens that the base's own tokenizer made",
                 do=f"halfstep data tokens FILES --tokenizer {own} --out FOLDER",
             )
-        most = getattr(config, "max_position_embeddings", None)
-        if most is not None and self.recipe.data.length > most:
+        most = self._find_context(config)
+        if self.recipe.data.length > most:
             raise BadData(
                 f"data.length={self.recipe.data.length} for {base}",
                 allowed=f"at most {most}, the longest window that the base knows",
                 do=f"write data.length={most}",
             )
+
+
+def _build_prompt_error(tokens: int, room: int) -> BadData:
+    context = tokens + room
+    return BadData(
+        f"a prompt of {tokens:,} tokens, {1 - room:,} more than a context of {context:,} has room for",
+        allowed=f"a prompt of at most {context - 1:,} tokens, its beginning included: the model reads all of it",
+        do="shorten the prompt",
+    )
 
 
 class TextMetric(Metric):
