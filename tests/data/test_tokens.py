@@ -386,7 +386,7 @@ def made(folder: Path, tokens: Any, ends: list[int], vocabulary: int = 1000, sha
         splits.append(writer.close())
     write_text(folder / "tokenizer.json", "{}")
     digest = hashlib.sha256(b"{}").hexdigest()
-    TokenIndex(2, "uint16", vocabulary, 0, digest, *splits, (0,)).write(folder)
+    TokenIndex(2, "uint16", vocabulary, 0, digest, splits[0], splits[1], (0,)).write(folder)
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import halfstep
 from halfstep.cli.main import build
@@ -339,6 +340,60 @@ def test_a_base_is_loaded_with_its_weights(base: Path) -> None:
     assert sum(p.numel() for p in again.model().parameters()) == sum(p.numel() for p in model.parameters())
     with pytest.raises(BadData):
         task.model()
+
+
+DAMAGES: dict[str, tuple[str, bytes | None]] = {
+    "truncated weights": ("model.safetensors", None),
+    "no weights in the file": ("model.safetensors", b""),
+    "a pointer of git lfs": ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+    "a truncated config": ("config.json", None),
+    "a config that is a list": ("config.json", b"[]"),
+    "sizes that are texts": ("config.json", b'{"model_type": "llama", "hidden_size": "many"}'),
+    "an index of missing files": ("model.safetensors.index.json", b'{"metadata": {}, "weight_map": {"a": "b"}}'),
+}
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_base_that_cannot_be_loaded_is_named(damage: str, adapter: str, base: Path) -> None:
+    if adapter == "lora":
+        pytest.importorskip("peft")
+    name, content = DAMAGES[damage]
+    before = (base / name).read_bytes() if (base / name).exists() else b""
+    (base / name).write_bytes(before[: len(before) // 2] if content is None else content)
+    if name.endswith("index.json"):
+        (base / "model.safetensors").unlink()
+    with pytest.raises(BadData) as refused:
+        text(base=str(base), adapter={"kind": adapter}).model()
+    assert str(base) in refused.value.given
+
+
+MULTIMODAL = {
+    "gemma3": {"head_dim": 8, "sliding_window": 16},
+    "mistral3": {"model_type": "mistral"},
+}
+
+
+@pytest.mark.wording
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_a_base_with_other_inputs_is_refused_and_its_language_part_is_a_base(kind: str, base: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    seen = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    language = {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 64, **sizes, **MULTIMODAL[kind]}
+    config = AutoConfig.for_model(
+        kind, text_config=language, vision_config={**seen, "image_size": 28, "patch_size": 14}
+    )
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(base)
+    with pytest.raises(BadData, match="other inputs than text") as refused:
+        text(base=str(base)).model()
+    [*_, code] = shlex.split(refused.value.do)
+    exec(code, {})
+    part = text(base=f"{base}-text").model().eval()
+    rows = torch.randint(1, 500, (1, 12))
+    with torch.no_grad():
+        expected = whole(input_ids=rows).logits
+        torch.testing.assert_close(part.logits(rows, torch.arange(12)[None]), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.wording

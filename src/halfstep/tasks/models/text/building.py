@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halfstep.data.gguf_base import hide_progress_bars
-from halfstep.errors import BadData, format_error_line
+from halfstep.errors import BadData, HalfstepError, format_error_line
 
 SIZES = {"mlp": "intermediate_size", "kv_heads": "num_key_value_heads"}
 GPT2 = {"width": "n_embd", "layers": "n_layer", "heads": "n_head", "mlp": "n_inner"}
@@ -69,6 +70,7 @@ def convert_config_to_plain(config: Any) -> dict[str, Any]:
 
 def load_base(name: str, download: bool, **more: Any) -> Any:
     """Return a pretrained model from a folder, or from the hub where that was allowed; raise BadData if it fails."""
+    read_base_config(name, download)
     with _replace_base_errors(name, download), hide_progress_bars():
         place = os.path.expanduser(name)
         # Weights as safetensors alone: other files of weights are pickles.
@@ -78,18 +80,39 @@ def load_base(name: str, download: bool, **more: Any) -> Any:
 
 
 def read_base_config(name: str, download: bool) -> Any:
-    """Return the config of a base."""
+    """Return the config of a base; raise BadData if it cannot be read, or if the base has other inputs than text."""
     with _replace_base_errors(name, download):
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             os.path.expanduser(name), local_files_only=not download, trust_remote_code=False
         )
+        text = config.get_text_config()
+    if text is not config:
+        raise BadData(
+            f"model.base={name} is a {type(config).__name__.removesuffix('Config')} model, with other inputs than text",
+            allowed="a causal language model; the language part of another model, saved as one",
+            do=f"save its language part: python -c {shlex.quote(_EXTRACTION.format(name=name, out=f'{name}-text'))}",
+        )
+    return config
+
+
+_EXTRACTION = """
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+whole = AutoModelForImageTextToText.from_pretrained({name!r}, dtype='auto')
+text = AutoModelForCausalLM.from_config(whole.config.get_text_config(), dtype=whole.dtype)
+text.base_model.load_state_dict(whole.get_decoder().state_dict())
+text.set_output_embeddings(whole.get_output_embeddings())
+text.save_pretrained({out!r})
+AutoTokenizer.from_pretrained({name!r}).save_pretrained({out!r})
+"""
 
 
 @contextmanager
 def _replace_base_errors(name: str, download: bool) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (HalfstepError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a truncated or foreign file raises anything: SafetensorError, AttributeError, ...
         raise BadData(
             f"model.base={name} cannot be loaded: {format_error_line(error)[:300]}",
             allowed="config.json and .safetensors of a causal language model that transformers knows",
