@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 pytest.importorskip("peft")
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import halfstep
@@ -20,6 +21,7 @@ from halfstep.data.tokenizing import write_tokens
 from halfstep.errors import BadData, WrongUse
 from halfstep.files import read_json, write_json
 from halfstep.tasks.models.text import tokenizer_files
+from halfstep.tasks.text import Text
 from tests.data.test_tokens import sentence, tokenizer_folder
 
 CHAT = [{"role": "user", "content": "the quick dog"}]
@@ -28,7 +30,7 @@ DESCRIPTION = {
         "tokenizer_class": "PreTrainedTokenizerFast", "a key of its own": ["ä", 1]}""",
     "special_tokens_map.json": '{"bos_token": "<bos>", "eos_token": "<eos>",\t"pad_token": "<sop>"}',
     "chat_template.jinja": "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
-    "generation_config.json": '{"eos_token_id": [1, 2],   "top_k": 7, "bos_token_id": 0}',
+    "generation_config.json": '{"eos_token_id": [1, 2],   "repetition_penalty": 50.0, "min_new_tokens": 30}',
     f"{tokenizer_files.TEMPLATES}/tools.jinja": "{{ messages | length }} tools",
 }
 
@@ -141,6 +143,20 @@ def test_a_tokenizer_that_transformers_cannot_load_is_reported(root: Path, tmp_p
     tokenizer = tokenizer_files.parse_tokenizer((root / "base" / "tokenizer.json").read_bytes())
     config = AutoConfig.from_pretrained(root / "base")
     assert tokenizer_files.compare_written_tokenizer(folder, tokenizer, config, True).startswith("not checked")
+
+
+def test_the_recipe_and_not_the_base_decides_how_a_text_is_sampled(root: Path) -> None:
+    loaded = halfstep.load(trained(root, "run-adapter"))
+    loaded.task.recipe.model.__dict__["temperature"] = 0.0
+    prompt = loaded.task.prompt("the quick").tolist()
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(8):
+            logits = loaded.model.logits(torch.tensor([tokens]), torch.arange(len(tokens))[None])
+            tokens.append(int(logits[0, -1].argmax()))
+    assert isinstance(loaded.task, Text)
+    expected = loaded.task._decode_text(prompt, tokens[len(prompt) :])
+    assert str(loaded.predict("the quick").values["text"]).startswith(expected)
 
 
 # -- tokens and base --------------------------------------------------------------------------------------------------

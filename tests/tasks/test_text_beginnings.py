@@ -166,6 +166,9 @@ def test_a_run_of_an_earlier_version_resumes_and_says_what_its_model_does_not_le
     loaded = halfstep.load(before / "run")
     assert loaded.task.prompt("").tolist() == [0]
     assert loaded.task.prompt("red").tolist() == read_tokenizer("tokens").encode("red").ids
+    lines = halfstep.export(before / "run", before / "out").lines
+    assert any("bos, eos and pad" in line for line in lines)
+    assert AutoTokenizer.from_pretrained(before / "out")("red").input_ids == loaded.task.prompt("red").tolist()
     assert evaluate(before / "run").metrics["loss"] == pytest.approx(done.metrics["loss"], rel=1e-5)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from halfstep.data.gguf_base import hide_progress_bars
 from halfstep.errors import BadData, HalfstepError, format_error_line
@@ -74,9 +74,12 @@ def load_base(name: str, download: bool, **more: Any) -> Any:
     with _replace_base_errors(name, download), hide_progress_bars():
         place = os.path.expanduser(name)
         # Weights as safetensors alone: other files of weights are pickles.
-        return AutoModelForCausalLM.from_pretrained(
+        language = AutoModelForCausalLM.from_pretrained(
             place, local_files_only=not download, use_safetensors=True, trust_remote_code=False, **more
         )
+    # The recipe decides how a text is sampled: a base may penalize repetitions, or force a length.
+    language.generation_config = GenerationConfig.from_model_config(language.config)
+    return language
 
 
 def read_base_config(name: str, download: bool) -> Any:
