@@ -67,8 +67,8 @@ class Text(Task):
         self._vocabulary = self._end = -1
         self._begin: tuple[int, ...] | None = None
         """The tokens that a document begins with; None where it has no beginning, as in runs of earlier versions."""
-        self._continues: bool | None = None
-        """Whether the documents of an earlier launch have beginnings; None without an earlier launch."""
+        self._run_has_beginnings: bool | None = None
+        """Whether the documents of an earlier launch have beginnings; None in the first launch of a run."""
         self._tokens_per_byte: dict[str, float] = {}
         self._base = ""
         """The fingerprint of an adapter's base."""
@@ -196,14 +196,14 @@ class Text(Task):
             self._base_files = {name: tokenizer_files.unpack_file(one) for name, one in files}
         self._end, self._vocabulary = facts["end"], facts["vocabulary"]
         begin = facts.get("begin")
-        self._begin, self._continues = None if begin is None else tuple(begin), begin is not None
+        self._begin, self._run_has_beginnings = None if begin is None else tuple(begin), begin is not None
         self._tokens_per_byte = dict(facts["tokens_per_byte"])
         self._base = str(facts.get("base", ""))
 
     def resume(self, facts: Mapping[str, Any]) -> None:
         """Keep documents without beginnings in a run that began with them."""
         if facts:
-            self._continues = facts.get("begin") is not None
+            self._run_has_beginnings = facts.get("begin") is not None
 
     @property
     def generates(self) -> bool:
@@ -284,9 +284,9 @@ class Text(Task):
         return tokenizer_files.compare_written_tokenizer(folder, self._tokenizer, config, of_base=bool(files))
 
     def _find_base_files(self) -> dict[str, bytes]:
-        """Return the files of the base that describe its tokenizer; those of a run of an earlier version, as they are.
+        """Return the files of the base that describe its tokenizer: none without a base, or where it is gone.
 
-        None where there is no base, or where it is gone.
+        A run of an earlier version has not kept them: they are those that the base has now.
         """
         if self._base_files is None:
             folder = self._find_base_folder()
@@ -295,11 +295,13 @@ class Text(Task):
 
     def _find_tokenizer_json(self) -> bytes:
         if not self._tokenizer_json:
-            folder = self._find_base_folder()
-            own = None if folder is None else folder / TOKENIZER
-            has = own is not None and own.is_file()
-            self._tokenizer_json = own.read_bytes() if has else self._tokenizer.to_str().encode()
+            own = self._find_base_tokenizer()
+            self._tokenizer_json = self._tokenizer.to_str().encode() if own is None else own.read_bytes()
         return self._tokenizer_json
+
+    def _find_base_tokenizer(self) -> Path | None:
+        folder = self._find_base_folder()
+        return folder / TOKENIZER if folder is not None and (folder / TOKENIZER).is_file() else None
 
     def _find_base_folder(self) -> Path | None:
         options, finished = self.recipe.model, self._config is not None
@@ -338,7 +340,7 @@ class Text(Task):
         if self._index is not None:
             return
         data = self.recipe.data
-        version = VERSION_WITHOUT_BEGINNINGS if self._continues is False else VERSION
+        version = VERSION_WITHOUT_BEGINNINGS if self._run_has_beginnings is False else VERSION
         self._folder = (
             write_python_tokens(data.samples, data.vocabulary, version)
             if data.name == "python"
@@ -359,8 +361,8 @@ class Text(Task):
 
     def _refuse_other_beginnings(self, index: TokenIndex) -> None:
         """Raise `BadData` where the documents do not begin as those of the run do."""
-        known = self._continues is not None
-        if not known or (self._continues == (index.begin is not None) and self._begin in (None, index.begin)):
+        known = self._run_has_beginnings is not None
+        if not known or (self._run_has_beginnings == (index.begin is not None) and self._begin in (None, index.begin)):
             return
         now = "no beginnings" if index.begin is None else f"the beginning {list(index.begin)}"
         raise BadData(
@@ -413,9 +415,8 @@ class Text(Task):
         """Raise `BadData` where tokens and base do not belong together."""
         self._known()
         base = self.recipe.model.base
-        folder = self._find_base_folder()
-        place = f"{base}/{TOKENIZER}" if folder is None else folder / TOKENIZER
-        own = folder / TOKENIZER if folder is not None and (folder / TOKENIZER).is_file() else None
+        own = self._find_base_tokenizer()
+        place = own or f"{base}/{TOKENIZER}"
         if config.vocab_size < self._vocabulary or (
             own is not None and read_tokenizer(own).get_vocab() != self._tokenizer.get_vocab()
         ):
@@ -425,7 +426,7 @@ class Text(Task):
                 do=f"halfstep data tokens FILES --tokenizer {place} --out FOLDER",
             )
         begin = None if own is None else find_document_beginning(read_tokenizer(own), self._end)
-        if begin is not None and self._continues is None and begin != (self._begin or (self._end,)):
+        if begin is not None and self._run_has_beginnings is None and begin != (self._begin or (self._end,)):
             now, wanted = (
                 " ".join(map(str, map(self._tokenizer.id_to_token, one))) or "nothing"
                 for one in (self._begin or (), begin)
