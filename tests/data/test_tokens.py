@@ -38,6 +38,7 @@ from halfstep.data.token_windows import FILLER, TokenWindows
 from halfstep.data.tokenizing import (
     Document,
     TokensReport,
+    find_document_beginning,
     list_documents,
     read_ended_tokenizer,
     read_tokenizer,
@@ -349,6 +350,22 @@ def test_a_document_begins_once_with_what_the_post_processor_puts_there(
         assert index.count_targets(split) == len(expected) - len(written) * index.split(split).documents
     assert not any(fault.severity == "error" for fault in check_tokens(tmp_path / "out").findings)
     assert "begins with " + " ".join(("<bos>", "<eos>", "<sop>")[token] for token in begin) in str(report)
+
+
+@pytest.mark.parametrize("kind", ["drops", "raises", "has <unk>"])
+def test_a_vocabulary_that_does_not_know_every_letter_has_a_beginning_too(kind: str) -> None:
+    from tokenizers import Tokenizer, models, processors
+
+    known = {"<bos>": 0, "<eos>": 1, "A": 2, "C": 3, "<unk>": 4}
+    model = models.BPE(known, []) if kind == "drops" else models.WordLevel(known, unk_token="<unk>")
+    if kind == "raises":
+        model = models.WordLevel({"<bos>": 0, "<eos>": 1, "C": 2}, unk_token="none")
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    assert find_document_beginning(tokenizer, 1) == (1,)
+    around = [("<bos>", 0), ("<eos>", 1)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=around)
+    assert find_document_beginning(tokenizer, 1) == (0,)
 
 
 def test_a_tokenizer_that_is_trained_here_begins_a_text_with_the_end_token(written: TokensReport) -> None:

@@ -172,7 +172,7 @@ def test_a_run_of_an_earlier_version_resumes_and_says_what_its_model_does_not_le
     assert evaluate(before / "run").metrics["loss"] == pytest.approx(done.metrics["loss"], rel=1e-5)
 
 
-def test_tokens_of_an_earlier_version_are_read_as_before_and_checked_with_a_note(before: Path, tmp_path: Path) -> None:
+def test_tokens_of_an_earlier_version_are_read_as_before_with_a_warning(before: Path, tmp_path: Path) -> None:
     found = check_tokens(before / "tokens")
     assert found.ok
     assert {fault.id: fault.files for fault in found.findings}["no-beginnings"] == (INDEX,)

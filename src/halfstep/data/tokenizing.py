@@ -15,6 +15,7 @@ import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from pathlib import Path
@@ -294,7 +295,7 @@ def find_document_beginning(tokenizer: Any, end: int) -> tuple[int, ...]:
 
     They are those that the tokenizer's post-processor puts before a text, or else the end token of the document before.
     """
-    encoded = tokenizer.encode("a", add_special_tokens=True)
+    encoded = tokenizer.encode(find_known_text(tokenizer), add_special_tokens=True)
     marked = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
     return tuple(token for token, _ in takewhile(lambda one: one[1], marked)) or (end,)
 
@@ -322,6 +323,15 @@ def _read_end_tokens(path: Path) -> list[str]:
 
 
 _LONG_WORD = re.compile(r"\S{256}")
+
+
+def find_known_text(tokenizer: Any) -> str:
+    """Return a text that has tokens: a vocabulary of proteins does not know every letter."""
+    for text in chain(("a",), (tokenizer.decode([token]) for token in sorted(tokenizer.get_vocab().values()))):
+        with suppress(Exception):  # the package raises plain Exception for a word that it does not know
+            if text and tokenizer.encode(text, add_special_tokens=False).ids:
+                return text
+    return ""
 
 
 def train_tokenizer(

@@ -219,7 +219,7 @@ def _iterate_faults(
     if index.begin is None:
         yield Fault(
             "no-beginnings",
-            "note",
+            "warning",
             "documents without a beginning, of an earlier version: a model does not learn how a text begins",
             again,
             (INDEX,),

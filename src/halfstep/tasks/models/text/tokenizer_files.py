@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.data.token_files import TOKENIZER
-from halfstep.data.tokenizing import prepare_tokenizer
+from halfstep.data.tokenizing import find_known_text, prepare_tokenizer
 from halfstep.errors import WrongUse, format_error_line
 
 NAMES = (
@@ -114,6 +114,6 @@ def _iterate_differences(loaded: Any, tokenizer: Any, config: Any) -> Any:
         allowed = theirs if isinstance(theirs, list) else [theirs]
         if theirs is not None and ours is not None and ours not in allowed:
             yield f"{mark} is token {theirs} in config.json, and {ours} in the tokenizer"
-    text = "a b"
+    text = find_known_text(tokenizer)
     if loaded(text).input_ids != (found := tokenizer.encode(text, add_special_tokens=True).ids):
         yield f"the tokens of {text!r} are {loaded(text).input_ids}, and {found} by tokenizer.json"
