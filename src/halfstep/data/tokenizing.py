@@ -327,7 +327,8 @@ _LONG_WORD = re.compile(r"\S{256}")
 
 def find_known_text(tokenizer: Any) -> str:
     """Return a text that has tokens: a vocabulary of proteins does not know every letter."""
-    for text in chain(("a",), (tokenizer.decode([token]) for token in sorted(tokenizer.get_vocab().values()))):
+    decoded = (str(tokenizer.decode([token])) for token in sorted(tokenizer.get_vocab().values()))
+    for text in chain(("a",), decoded):
         with suppress(Exception):  # the package raises plain Exception for a word that it does not know
             if text and tokenizer.encode(text, add_special_tokens=False).ids:
                 return text
