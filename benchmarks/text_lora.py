@@ -7,6 +7,8 @@ Needs `python -m benchmarks.sets sotu` and `python -m benchmarks.sets smollm2` o
 base is compared with itself before the run, bit by bit. The peak of a real second update, by the allocator's events, is
 compared with the ledger of `halfstep estimate`. A run of `--killed` updates gets SIGKILL after half of them and is
 started again; its weights are compared with those of the same run without a kill. Runs that are there are not repeated.
+The perplexity counts the first token of each document, which begins with SmolLM2's end token: figures of runs before
+documents had beginnings are over fewer tokens.
 """
 
 from __future__ import annotations

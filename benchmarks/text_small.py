@@ -8,6 +8,11 @@ document whole on one side. The run is `halfstep train text_small`. Its speed ov
 by update in turns, on the same model and batch. `--parity` trains 4 layers of 160 for 60 updates in fp32 and in bf16,
 and compares the held-out losses. On a CPU without bf16 instructions bf16 is emulated (`train.strict=true`), and the
 speed is the emulation's; the record says which.
+
+A document begins with the end token of the document before it, and all its tokens are predicted. Before documents had
+beginnings, the first token of each was neither predicted nor counted, though its bytes were: figures of such runs are
+over fewer and easier tokens, and cannot be compared with these. A folder of tokens that is there is used again: give
+--out another name for new ones.
 """
 
 from __future__ import annotations

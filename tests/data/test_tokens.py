@@ -21,6 +21,7 @@ pytest.importorskip("tokenizers")
 import itertools
 
 from halfstep.data import token_files, tokenizing
+from halfstep.data.check.tokens import check_tokens
 from halfstep.data.dataset import Order, Samples
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.loader import TrainLoader
@@ -33,10 +34,11 @@ from halfstep.data.token_files import (
     TokenWriter,
     read_token_index,
 )
-from halfstep.data.token_windows import TokenWindows
+from halfstep.data.token_windows import FILLER, TokenWindows
 from halfstep.data.tokenizing import (
     Document,
     TokensReport,
+    find_document_beginning,
     list_documents,
     read_ended_tokenizer,
     read_tokenizer,
@@ -220,7 +222,7 @@ def test_a_document_in_pieces_has_the_tokens_of_the_whole(
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
     monkeypatch.setattr(tokenizing, "PIECE", 500)
     report = write_tokens([tmp_path / "0.txt", tmp_path / "1.txt"], "train:400", tmp_path / "out", val=0.5)
-    whole = read_tokenizer(report.folder).encode(text).ids
+    whole = read_tokenizer(report.folder).encode(text, add_special_tokens=False).ids
     for split in ("train", "val"):
         assert TokenArray(report.folder, split).read(0, len(whole) + 1).tolist() == [*whole, 0]
 
@@ -280,6 +282,111 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch,
         write_tokens([corpus], "train:400", tmp_path / "out")
 
 
+# -- the beginning of a document ---------------------------------------------------------------------------------------
+
+
+def tokenizer_folder(folder: Path, *before: str, after: str = "") -> Path:
+    """A tokenizer whose post-processor puts tokens around a text: <bos>, <eos> and <sop> are 0, 1 and 2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    special = ["<bos>", "<eos>", "<sop>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["".join(map(sentence, range(40)))], trainer)
+    if before or after:
+        template = [*before, "$A", *filter(None, [after])]
+        tokens = [(name, special.index(name)) for name in special]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, pair=[*template, "$B:1"], special_tokens=tokens
+        )
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=64)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "begin", "written"),
+    [
+        (("<bos>",), "", (0,), [0]),
+        (("<bos>",), "<eos>", (0,), [0]),
+        (("<bos>", "<sop>"), "", (0, 2), [0, 2]),
+        (("<eos>",), "", (1,), []),  # the end token of the document before
+        ((), "", (1,), []),
+        ((), "<eos>", (1,), []),
+    ],
+)
+def test_a_document_begins_once_with_what_the_post_processor_puts_there(
+    before: tuple[str, ...],
+    after: str,
+    begin: tuple[int, ...],
+    written: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizing, "PIECE", 500)  # the long document is tokenized in pieces
+    texts = {"long.txt": "".join(map(sentence, range(30))), **{f"{n}.txt": f"<bos>{sentence(n)}" for n in range(5)}}
+    (tmp_path / "texts").mkdir()
+    for name, text in texts.items():
+        (tmp_path / "texts" / name).write_text(text)
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer", *before, after=after)
+    report = write_tokens([tmp_path / "texts"], str(tokenizer), tmp_path / "out", val=0.2)
+    index = read_token_index(tmp_path / "out")
+    assert index.begin == begin
+    plain = read_tokenizer(tokenizer)
+    for split in ("train", "val"):
+        tokens = TokenArray(report.folder, split)
+        expected = []
+        for name in tokens.names():
+            expected += [*written, *plain.encode(texts[name], add_special_tokens=False).ids, 1]
+        assert tokens.read(0, len(tokens)).tolist() == expected
+        assert index.count_targets(split) == len(expected) - len(written) * index.split(split).documents
+    assert not any(fault.severity == "error" for fault in check_tokens(tmp_path / "out").findings)
+    assert "begins with " + " ".join(("<bos>", "<eos>", "<sop>")[token] for token in begin) in str(report)
+
+
+@pytest.mark.parametrize("kind", ["drops", "raises", "has <unk>"])
+def test_a_vocabulary_that_does_not_know_every_letter_has_a_beginning_too(kind: str) -> None:
+    from tokenizers import Tokenizer, models, processors
+
+    known = {"<bos>": 0, "<eos>": 1, "A": 2, "C": 3, "<unk>": 4}
+    model = models.BPE(known, []) if kind == "drops" else models.WordLevel(known, unk_token="<unk>")
+    if kind == "raises":
+        model = models.WordLevel({"<bos>": 0, "<eos>": 1, "C": 2}, unk_token="none")
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    assert find_document_beginning(tokenizer, 1) == (1,)
+    around = [("<bos>", 0), ("<eos>", 1)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=around)
+    assert find_document_beginning(tokenizer, 1) == (0,)
+
+
+def test_a_tokenizer_that_is_trained_here_begins_a_text_with_the_end_token(written: TokensReport) -> None:
+    index, tokenizer = read_token_index(written.folder), read_tokenizer(written.folder)
+    assert index.begin == (index.end,)
+    [first, *others] = tokenizer.encode(sentence(3)).ids
+    assert [first, *others] == [index.end, *tokenizer.encode(sentence(3), add_special_tokens=False).ids]
+
+
+@pytest.mark.wording
+def test_a_text_with_the_token_of_a_beginning_is_noted(tmp_path: Path) -> None:
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer", "<bos>")
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    content["added_tokens"][0] |= {"special": False}
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "a.txt").write_text("".join(map(sentence, range(30))) + "<bos> one more")
+    (tmp_path / "b.txt").write_text(sentence(31))
+    report = write_tokens([tmp_path / "a.txt", tmp_path / "b.txt"], str(tokenizer), tmp_path / "out", val=0.5)
+    assert "1 document more in a run: the text itself has the token <bos>, with which a document begins" in report.notes
+
+
 # -- windows ----------------------------------------------------------------------------------------------------------
 
 
@@ -296,12 +403,28 @@ def made(folder: Path, tokens: Any, ends: list[int], vocabulary: int = 1000, sha
         splits.append(writer.close())
     write_text(folder / "tokenizer.json", "{}")
     digest = hashlib.sha256(b"{}").hexdigest()
-    TokenIndex(1, "uint16", vocabulary, 0, digest, *splits).write(folder)
+    TokenIndex(2, "uint16", vocabulary, 0, digest, splits[0], splits[1], (0,)).write(folder)
     return folder
 
 
-def test_windows_hold_every_token_once_and_the_first_of_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [8, 103, 200])
+def test_windows_hold_every_token_once_as_a_target(length: int, tmp_path: Path) -> None:
     folder = made(tmp_path / "t", list(range(1, 101)), [30, 37, 100], shard=16)
+    windows = TokenWindows(TokenArray(folder, "train"), length)
+    whole = [0, *range(1, 31), 0, *range(31, 38), 0, *range(38, 101), 0]
+    read = [windows.read(number)["tokens"].tolist() for number in range(len(windows))]
+    targets = [token for one in read for token in one[1:]]
+    assert targets == [*whole[1:], *[FILLER] * (len(targets) - 103)]
+    assert len(targets) - 103 < length
+    assert [token for one in read for token in one[:-1]][:103] == whole[:-1]
+    assert all(one[-1] == after[0] for one, after in itertools.pairwise(read))
+
+
+def test_windows_of_an_index_without_beginnings_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    folder = made(tmp_path / "t", list(range(1, 101)), [30, 37, 100], shard=16)
+    content = json.loads((folder / INDEX).read_text())
+    del content["begin"]
+    (folder / INDEX).write_text(json.dumps({**content, "version": 1}))
     windows = TokenWindows(TokenArray(folder, "train"), 8)
     whole = [*range(1, 31), 0, *range(31, 38), 0, *range(38, 101), 0]
     assert len(windows) == 13
@@ -309,6 +432,9 @@ def test_windows_hold_every_token_once_and_the_first_of_the_next(tmp_path: Path)
     assert [token for one in read for token in one[:-1]][: len(whole) - 1] == whole[:-1]
     assert all(one[-1] == after[0] for one, after in itertools.pairwise(read))
     assert read[-1] == [*whole[96:], *[0] * (9 - len(whole[96:]))]
+
+
+def test_a_split_without_tokens_has_no_windows(tmp_path: Path) -> None:
     with pytest.raises(BadData):
         TokenWindows(TokenArray(made(tmp_path / "none", [], [0]), "train"), 8)
 
@@ -412,6 +538,11 @@ def test_a_shard_that_changes_under_a_run_is_a_bad_sample(tmp_path: Path) -> Non
         {"end": 1000},
         {"vocabulary": 70_000},
         {"version": 9},
+        {"version": 1},
+        {"begin": None},
+        {"begin": []},
+        {"begin": [1000]},
+        {"begin": [-1]},
         {"dtype": "int8"},
         {"more": 1},
         {"train": {"documents": 1, "tokens": 5, "bytes": 1, "shards": []}},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import halfstep
 from halfstep.cli.main import build
@@ -128,13 +130,7 @@ def test_norms_head_and_embedding_can_be_islands() -> None:
     assert not stepper.observed.idle_islands
 
 
-def test_positions_and_targets_of_documents_in_one_window() -> None:
-    task = text()
-    task.source("train")
-    sample = task.transform("train", {"tokens": torch.tensor([5, 6, 0, 7, 0, 0, 8, 9])})
-    assert sample["tokens"].tolist() == [5, 6, 0, 7, 0, 0, 8]
-    assert sample["targets"].tolist() == [6, 0, IGNORED, 0, IGNORED, IGNORED, 9]
-    assert sample["positions"].tolist() == [0, 1, 2, 0, 1, 0, 0]
+def test_a_mask_keeps_documents_apart() -> None:
     mask = build_attention_mask(torch.tensor([[0, 1, 0, 1]]))[0, 0]
     assert mask.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
@@ -167,11 +163,11 @@ def test_a_document_is_computed_as_if_it_were_alone(kind: str) -> None:
     task = text(**TYPES[kind])
     model = task.model().eval()
     first, second = torch.randint(1, 500, (14,)).tolist(), torch.randint(1, 500, (17,)).tolist()
-    together = batch_from([[*first, 0, *second, 0]], task)
+    together = batch_from([[0, *first, 0, *second, 0]], task)
     loss = task.loss(model, together)
     alone = [model.language(input_ids=r, labels=r).loss * (r.shape[1] - 1)
-             for r in (torch.tensor([[*first, 0]]), torch.tensor([[*second, 0]]))]  # fmt: skip
-    assert int(loss.count) == len(first) + len(second)
+             for r in (torch.tensor([[0, *first, 0]]), torch.tensor([[0, *second, 0]]))]  # fmt: skip
+    assert int(loss.count) == len(first) + len(second) + 2
     assert loss.sum.item() == pytest.approx(sum(alone).item(), rel=1e-5)
     # Nothing that the first document says reaches the second, not even in backward.
     embedded = model.inner.get_input_embeddings()
@@ -274,11 +270,41 @@ def test_the_space_before_new_text_is_kept() -> None:
     assert task._decode_text([], [2, 0]) == "c a"
 
 
-@pytest.mark.parametrize(("kind", "new_tokens", "most"), [("llama", 4, 4), ("gpt2", 100, 31)])
-def test_a_prompt_longer_than_the_window_is_cut_from_its_beginning(kind: str, new_tokens: int, most: int) -> None:
-    task = text(type=kind, new_tokens=new_tokens)
-    found = task.predict(task.model().eval(), task.prompt("import os\n" * 200))
-    assert 0 < found.values["tokens"] <= most
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_reads_all_of_a_prompt_and_the_text_ends_where_its_context_does(kind: str) -> None:
+    """The window of 32 tokens is the context of a new model, however many new tokens are requested."""
+    task = text(type=kind, new_tokens=100, temperature=0)
+    model = task.model().eval()
+    model.inner.config.eos_token_id = model.inner.generation_config.eos_token_id = None
+    read: list[int] = []
+    handle = model.inner.get_input_embeddings().register_forward_pre_hook(
+        lambda _m, args: read.extend(args[0][0].tolist())
+    )
+    task._end = 511  # no token ends a text, or none that is likely
+    for length in (1, 10, 31):
+        read.clear()
+        prompt = torch.randint(1, 500, (length,))
+        found = task.predict(model, prompt).values
+        assert read[:length] == prompt.tolist()
+        assert found["tokens"] == 32 - length
+        assert found["left_out"] == 100 - (32 - length)
+    handle.remove()
+    with pytest.raises(BadData) as refused:
+        task.predict(model, torch.randint(1, 500, (40,)))
+    assert "9 more" in refused.value.given
+
+
+def test_the_context_of_a_base_is_the_limit_and_not_the_window(base: Path) -> None:
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    task = text(base=str(base), new_tokens=128, temperature=0)
+    model, prompt = task.model().eval(), torch.randint(1, 500, (100,))
+    read: list[int] = []
+    model.inner.get_input_embeddings().register_forward_pre_hook(lambda _m, args: read.extend(args[0][0].tolist()))
+    found = task.predict(model, prompt).values
+    assert read[:100] == prompt.tolist()
+    assert found["left_out"] == 0
+    assert found["ended"] or found["tokens"] == 128
 
 
 def test_tokens_of_another_tokenizer_are_not_the_runs() -> None:
@@ -314,6 +340,60 @@ def test_a_base_is_loaded_with_its_weights(base: Path) -> None:
     assert sum(p.numel() for p in again.model().parameters()) == sum(p.numel() for p in model.parameters())
     with pytest.raises(BadData):
         task.model()
+
+
+DAMAGES: dict[str, tuple[str, bytes | None]] = {
+    "truncated weights": ("model.safetensors", None),
+    "no weights in the file": ("model.safetensors", b""),
+    "a pointer of git lfs": ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+    "a truncated config": ("config.json", None),
+    "a config that is a list": ("config.json", b"[]"),
+    "sizes that are texts": ("config.json", b'{"model_type": "llama", "hidden_size": "many"}'),
+    "an index of missing files": ("model.safetensors.index.json", b'{"metadata": {}, "weight_map": {"a": "b"}}'),
+}
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_base_that_cannot_be_loaded_is_named(damage: str, adapter: str, base: Path) -> None:
+    if adapter == "lora":
+        pytest.importorskip("peft")
+    name, content = DAMAGES[damage]
+    before = (base / name).read_bytes() if (base / name).exists() else b""
+    (base / name).write_bytes(before[: len(before) // 2] if content is None else content)
+    if name.endswith("index.json"):
+        (base / "model.safetensors").unlink()
+    with pytest.raises(BadData) as refused:
+        text(base=str(base), adapter={"kind": adapter}).model()
+    assert str(base) in refused.value.given
+
+
+MULTIMODAL = {
+    "gemma3": {"head_dim": 8, "sliding_window": 16},
+    "mistral3": {"model_type": "mistral"},
+}
+
+
+@pytest.mark.wording
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_a_base_with_other_inputs_is_refused_and_its_language_part_is_a_base(kind: str, base: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    seen = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    language = {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 64, **sizes, **MULTIMODAL[kind]}
+    config = AutoConfig.for_model(
+        kind, text_config=language, vision_config={**seen, "image_size": 28, "patch_size": 14}
+    )
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(base)
+    with pytest.raises(BadData, match="other inputs than text") as refused:
+        text(base=str(base)).model()
+    [*_, code] = shlex.split(refused.value.do)
+    exec(code, {})
+    part = text(base=f"{base}-text").model().eval()
+    rows = torch.randint(1, 500, (1, 12))
+    with torch.no_grad():
+        expected = whole(input_ids=rows).logits
+        torch.testing.assert_close(part.logits(rows, torch.arange(12)[None]), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.wording
@@ -381,6 +461,21 @@ def test_a_run_evaluates_predicts_and_exports(run: Path, tmp_path: Path) -> None
     with torch.no_grad():
         ours = result.model.logits(rows, torch.arange(rows.shape[1])[None])
         torch.testing.assert_close(model(rows).logits, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_that_do_not_fit_are_named_or_refused(run: Path, tmp_path: Path) -> None:
+    long = "import os " * 200
+    done = CliRunner().invoke(build(), ["predict", str(run), "--prompt", long, "--out", str(tmp_path / "none")])
+    assert isinstance(done.exception, BadData) or done.exit_code == BadData("", allowed="", do="").exit_code
+    assert not (tmp_path / "none" / "texts").exists()
+    said = command(
+        "predict", run, "--prompt", long, "--prompt", "class ", "--new_tokens", "100", "--out", tmp_path / "a"
+    )
+    assert "left out prompt-1" in said
+    assert [path.name for path in (tmp_path / "a" / "texts").iterdir()] == ["prompt-2.txt"]
+    words = ["--prompt", "import os " * 8, "--new_tokens", "100", "--out", str(tmp_path / "b"), "--json"]
+    [written] = json.loads(command("predict", run, *words))["texts"]
+    assert written["ended"] or 0 < written["left_out"] < 100
 
 
 def test_samples_without_a_prompt_differ_and_repeat_with_the_seed(run: Path, tmp_path: Path) -> None:

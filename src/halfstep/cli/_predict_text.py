@@ -34,6 +34,8 @@ class WrittenText(NamedTuple):
     text: str
     ended: bool
     """Whether the model ended the document by itself."""
+    left_out: int
+    """New tokens without a place in the model's context."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class WrittenTexts(PageResult, JsonResult):
             blocks += [Paragraph((before, escape_unprintable(one.text)), indent=True)]
         how = f"sampled at temperature {self.temperature:g}, seed {self.seed}" if self.temperature else "greedy"
         many = f"{len(self.texts)} text{'s' * (len(self.texts) != 1)}"
+        cut = [one for one in self.texts if one.left_out]
+        if cut:
+            places = f"{cut[0].name}: {cut[0].left_out:,} new tokens left out, because the model's context is full"
+            more = f"; {len(cut) - 1:,} more such texts" if len(cut) > 1 else ""
+            blocks += [Paragraph(escape_to_one_line(places + more), gap=True)]
         line = (Span(many, strong=True), f" in {self.precision} on {escape_to_one_line(self.device)}, {how}: ")
         return Page(
             "texts",
@@ -77,10 +84,25 @@ def generate_texts(
     with display_progress("writing", "texts") as on_progress, preserve_rng():
         # Once for all: texts without a prompt differ from each other.
         seed_all(seed)
-        for name, prompt in given:
-            found = finished.predict_tensor(finished.task.prompt(prompt), allowed="no prompt", do="leave it out").values
-            texts.append(WrittenText(name, prompt, str(found["text"]), bool(found["ended"])))
-            on_progress(len(texts), len(given))
+        for number, (name, prompt) in enumerate(given, 1):
+            tokens = finished.task.prompt(prompt)
+            try:
+                found = finished.predict_tensor(tokens, allowed="no prompt", do="leave it out").values
+            except BadData as error:  # longer than the model's context
+                if len(given) == 1:
+                    raise
+                unreadable.append(LeftOutFile(name, error.given))
+            else:
+                left_out = int(str(found.get("left_out", 0)))
+                texts.append(WrittenText(name, prompt, str(found["text"]), bool(found["ended"]), left_out))
+            on_progress(number, len(given))
+    if not texts:
+        first = unreadable[-1]
+        raise BadData(
+            f"no prompt fits into the model's context: {first.file}: {first.reason}",
+            allowed="prompts that leave room for one token",
+            do="shorten the prompts",
+        )
     with replace_write_errors(out):
         for one in texts:
             write_text(out / TEXTS / f"{one.name}.txt", one.prompt + one.text)

@@ -1,7 +1,8 @@
 """Token shards: documents as one stream of numbers in a few files, with an index, memory-mapped when they are read.
 
 A folder holds `tokens.json` (the index), `tokenizer.json`, and for each split shards of little-endian uint16 or uint32,
-the end of each document, and the documents' names. Every document ends with the end token. Imports no torch.
+the end of each document, and the documents' names. Every document ends with the end token. In a model, a document also
+has a beginning: the tokens that the tokenizer puts there, or the end token of the document before it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import json
 import os
 import shlex
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, chain, count
 from pathlib import Path
@@ -25,7 +27,9 @@ from halfstep.errors import BadData, BadSample
 from halfstep.files import read_json, write_json
 
 INDEX, TOKENIZER = "tokens.json", "tokenizer.json"
-VERSION = 1
+VERSION = 2
+VERSION_WITHOUT_BEGINNINGS = 1
+"""The version of indexes without `begin`: the first token of each document has neither a context nor a target."""
 SPLITS = ("train", "val")
 SHARD_TOKENS = 2**27
 """Tokens of a shard: 256 MB where a token takes two bytes."""
@@ -64,7 +68,7 @@ class TokenIndex:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    version: Annotated[int, Field(strict=True, ge=VERSION, le=VERSION)]
+    version: Annotated[int, Field(strict=True, ge=VERSION_WITHOUT_BEGINNINGS, le=VERSION)]
     dtype: Literal["uint16", "uint32"]
     vocabulary: Annotated[int, Field(strict=True, ge=2)]
     end: Count
@@ -73,10 +77,23 @@ class TokenIndex:
     """The SHA-256 of `tokenizer.json`."""
     train: TokenSplit
     val: TokenSplit
+    begin: tuple[Count, ...] | None = None
+    """The tokens that a document begins with; None in an index without beginnings."""
+
+    @property
+    def written_begin(self) -> tuple[int, ...]:
+        """The tokens of the beginning that each document has in the shards: an end token before it is not repeated."""
+        begin = self.begin or ()
+        return begin[1:] if begin[:1] == (self.end,) else begin
 
     def split(self, name: str) -> TokenSplit:
         """Return the split of this name."""
         return {"train": self.train, "val": self.val}[name]
+
+    def count_targets(self, name: str) -> int:
+        """Return how many tokens of a split are predicted: all but those that a document begins with."""
+        split = self.split(name)
+        return split.tokens - split.documents * len(self.written_begin)
 
     def write(self, folder: Path) -> None:
         """Write the index; the folder is complete with it."""
@@ -108,6 +125,10 @@ def read_token_index(folder: Path) -> TokenIndex:
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise BadData(f"{folder / INDEX} is damaged: {why}", allowed=allowed, do=do) from error
     wrong = index.end >= index.vocabulary or index.vocabulary > np.iinfo(index.dtype).max + 1
+    if index.version == VERSION_WITHOUT_BEGINNINGS:
+        wrong = wrong or index.begin is not None
+    else:
+        wrong = wrong or not index.begin or max(index.begin) >= index.vocabulary
     for split in (index.train, index.val):
         wrong = wrong or split.tokens != sum(shard.tokens for shard in split.shards)
     if wrong:
@@ -219,9 +240,21 @@ def compute_sha256(path: Path) -> str:
 
 
 class TokenWriter:
-    """The writer of a split: documents one after another, in shards of at most `shard_tokens` tokens."""
+    """The writer of a split: documents one after another, in shards of at most `shard_tokens` tokens.
 
-    def __init__(self, folder: Path, split: str, dtype: str, end: int, shard_tokens: int = SHARD_TOKENS) -> None:
+    `begin` is written before each document, `end` after it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: str,
+        end: int,
+        shard_tokens: int = SHARD_TOKENS,
+        *,
+        begin: Sequence[int] = (),
+    ) -> None:
         self._folder, self._split, self._end, self._shard_tokens = folder, split, end, shard_tokens
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._shards: list[TokenShard] = []
@@ -230,17 +263,23 @@ class TokenWriter:
         self._names = (folder / f"{split}.names.jsonl").open("w", encoding="utf-8")
         self._ends = (folder / f"{split}.documents.bin").open("wb")
         self.documents = self.tokens = self.bytes = 0
-        self.inner_ends = 0
-        """End tokens inside a document."""
+        self._begin, self._begun = np.asarray(begin, self._dtype), False
+        self._marks = {end, *begin}
+        self.inner_marks = Counter[int]()
+        """End tokens, and tokens of the beginning, inside the text of documents."""
 
     def add(self, tokens: list[int], text_bytes: int) -> None:
         """Add tokens of the present document."""
+        self._begin_document()
         self._write(np.asarray(tokens, self._dtype))
         self.bytes += text_bytes
-        self.inner_ends += tokens.count(self._end)
+        for mark in self._marks:
+            self.inner_marks[mark] += tokens.count(mark)
 
     def end_document(self, name: str) -> None:
         """End the present document with the end token, and give it a name."""
+        self._begin_document()
+        self._begun = False
         self._write(np.asarray([self._end], self._dtype))
         self.documents += 1
         self._ends.write(np.asarray([self.tokens], "<i8").tobytes())
@@ -252,6 +291,11 @@ class TokenWriter:
         self._names.close()
         self._ends.close()
         return TokenSplit(self.documents, self.tokens, self.bytes, tuple(self._shards))
+
+    def _begin_document(self) -> None:
+        if not self._begun:
+            self._write(self._begin)
+            self._begun = True
 
     def _write(self, tokens: Tokens) -> None:
         while len(tokens):

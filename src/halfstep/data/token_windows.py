@@ -9,11 +9,16 @@ from halfstep.data.dataset import Files, Sample
 from halfstep.data.token_files import INDEX, TokenArray
 from halfstep.errors import BadData
 
+FILLER = -100
+"""Fills the last window: no token, and no target."""
+
 
 class TokenWindows:
     """Consecutive windows of a split. Each has one token more than `length`, the first token of the next window.
 
-    The last window is filled with end tokens, which predict nothing.
+    The first window begins with an end token, as if a document were before it: every token of the split is a target of
+    one window. The last window is filled with `FILLER`. Without beginnings in the index, the first window begins with
+    the first token, and the last one is filled with end tokens.
     """
 
     notices_changes = True
@@ -26,16 +31,23 @@ class TokenWindows:
                 do="add text, or hold out another share: halfstep data tokens FILES --val 0.1",
             )
         self.tokens, self.length, self._more_files = tokens, length, list(more_files)
+        self._has_beginnings = tokens.index.begin is not None
 
     def __len__(self) -> int:
-        return -(-(len(self.tokens) - 1) // self.length)
+        targets = len(self.tokens) if self._has_beginnings else len(self.tokens) - 1
+        return -(-targets // self.length)
 
     def read(self, index: int) -> Sample:
         """Return the tokens of a window; raise BadSample if its shard has changed."""
-        start = index * self.length
-        found = self.tokens.read(start, min(start + self.length + 1, len(self.tokens)))
-        window = np.full(self.length + 1, self.tokens.index.end, np.int64)
-        window[: len(found)] = found
+        end = self.tokens.index.end
+        start = index * self.length - self._has_beginnings
+        found = self.tokens.read(max(0, start), min(start + self.length + 1, len(self.tokens)))
+        window = np.full(self.length + 1, FILLER if self._has_beginnings else end, np.int64)
+        if start < 0:
+            window[0] = end
+            window[1 : 1 + len(found)] = found
+        else:
+            window[: len(found)] = found
         return {"tokens": torch.from_numpy(window)}
 
     def name(self, index: int) -> str:

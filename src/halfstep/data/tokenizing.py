@@ -13,17 +13,20 @@ import re
 import sys
 import sysconfig
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from halfstep.data.image_files import find_files as files_below
 from halfstep.data.layout import compute_split_positions, select_validation_exactly
 from halfstep.data.token_files import (
     TOKENIZER,
     VERSION,
+    VERSION_WITHOUT_BEGINNINGS,
     TokenIndex,
     TokenSplit,
     TokenWriter,
@@ -86,6 +89,8 @@ class TokensReport(PageResult, JsonResult):
     folder: Path
     vocabulary: int
     end: str
+    begin: tuple[str, ...]
+    """The tokens that a document begins with."""
     dtype: str
     train: TokenSplit
     val: TokenSplit
@@ -103,8 +108,15 @@ class TokensReport(PageResult, JsonResult):
         head = f"{escape_to_one_line(self.folder)}: {self.vocabulary:,} tokens in the vocabulary, {self.dtype}"
         lost = [f"left out: {escape_to_one_line(one.name)}: {one.reason}" for one in self.left_out[:3]]
         more = [f"and {len(self.left_out) - 3:,} more (--json)"] if len(self.left_out) > 3 else []
-        lines = (Paragraph(escape_to_one_line(line), indent=True) for line in (*self.notes, *lost, *more))
+        notes = (self._describe_ends(), *self.notes)
+        lines = (Paragraph(escape_to_one_line(line), indent=True) for line in (*notes, *lost, *more))
         return Page("tokens", (Paragraph(Span(head, strong=True), wrap=False), Table(columns, rows), *lines))
+
+    def _describe_ends(self) -> str:
+        begin = " ".join(self.begin)
+        if begin == self.end:
+            return f"a document begins with {begin}, the end token of the document before it"
+        return f"a document begins with {begin} and ends with {self.end}"
 
 
 # -- documents --------------------------------------------------------------------------------------------------------
@@ -265,9 +277,27 @@ def read_tokenizer(place: str | Path) -> Any:
             allowed="a tokenizer.json, as transformers and tokenizers save it",
             do="copy it again, or save it with tokenizer.save_pretrained(FOLDER)",
         ) from error
+    return prepare_tokenizer(tokenizer)
+
+
+def prepare_tokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer that reads all of a text, as text."""
     # Text that spells a special token stays text: no document ends because it mentions the end token.
     tokenizer.encode_special_tokens = True
+    # Some files keep the settings of a training: every document would be cut to its length, or filled to it.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
+
+
+def find_document_beginning(tokenizer: Any, end: int) -> tuple[int, ...]:
+    """Return the tokens that a document begins with.
+
+    They are those that the tokenizer's post-processor puts before a text, or else the end token of the document before.
+    """
+    encoded = tokenizer.encode(find_known_text(tokenizer), add_special_tokens=True)
+    marked = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
+    return tuple(token for token, _ in takewhile(lambda one: one[1], marked)) or (end,)
 
 
 def _resolve_end_token(tokenizer: Any, path: Path, given: str | None) -> int:
@@ -295,8 +325,20 @@ def _read_end_tokens(path: Path) -> list[str]:
 _LONG_WORD = re.compile(r"\S{256}")
 
 
-def train_tokenizer(documents: Iterable[Document], vocabulary: int, end: str = END) -> EndedTokenizer:
-    """Return a byte-level BPE tokenizer, trained on these documents; the end token is number 0."""
+def find_known_text(tokenizer: Any) -> str:
+    """Return a text that has tokens: a vocabulary of proteins does not know every letter."""
+    decoded = (str(tokenizer.decode([token])) for token in sorted(tokenizer.get_vocab().values()))
+    for text in chain(("a",), decoded):
+        with suppress(Exception):  # the package raises plain Exception for a word that it does not know
+            if text and tokenizer.encode(text, add_special_tokens=False).ids:
+                return text
+    return ""
+
+
+def train_tokenizer(
+    documents: Iterable[Document], vocabulary: int, end: str = END, version: int = VERSION
+) -> EndedTokenizer:
+    """Return a byte-level BPE tokenizer, trained on these documents; the end token is number 0, and begins a text."""
     package = _import_tokenizers()
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -311,6 +353,11 @@ def train_tokenizer(documents: Iterable[Document], vocabulary: int, end: str = E
     # The trainer's time grows with the square of a word: a line of base64 or of DNA would take hours.
     tokenizer.train_from_iterator((_LONG_WORD.sub(r"\g<0> ", piece) for piece in pieces), trainer)
     tokenizer.encode_special_tokens = True
+    if version > VERSION_WITHOUT_BEGINNINGS and not set(end) & set(":$"):  # signs of the language of templates
+        # What reads the tokenizer elsewhere begins a text as the training does.
+        tokenizer.post_processor = package.processors.TemplateProcessing(
+            single=[end, "$A"], pair=[end, "$A", "$B:1"], special_tokens=[(end, 0)]
+        )
     return EndedTokenizer(tokenizer, 0)
 
 
@@ -332,9 +379,13 @@ def write_tokens(
     val: float = VAL,
     end: str | None = None,
     separator: str | None = None,
+    version: int = VERSION,
     on_progress: OnProgress = lambda done, of: None,
 ) -> TokensReport:
-    """Write the tokens of all documents to a new folder, complete or not at all, and return the report."""
+    """Write the tokens of all documents to a new folder, complete or not at all, and return the report.
+
+    `version` is that of the index; runs that began with an earlier one need its tokens to resume.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FolderTaken(f"{out} already exists", allowed="a new folder", do="give --out FOLDER, another name")
     asked = TRAIN.fullmatch(tokenizer)
@@ -353,7 +404,7 @@ def write_tokens(
         held = select_validation_exactly(compute_split_positions(one.name for one in documents), val)
     if asked:
         own = (one for number, one in enumerate(documents) if number not in held)
-        opened = train_tokenizer(own, int(asked[1]), end or END)
+        opened = train_tokenizer(own, int(asked[1]), end or END, version)
     with (
         replace_storage_errors(
             f"{out} cannot be written",
@@ -362,15 +413,20 @@ def write_tokens(
         ),
         create_folder_atomically(out) as draft,
     ):
-        failed, inner_ends = _write_documents(documents, held, opened, draft, on_progress)
+        failed, inner_marks = _write_documents(documents, held, opened, draft, version, on_progress)
         left_out += failed
         index = read_token_index(draft)
         _refuse_empty(index, left_out, out)
-    name = opened.tokenizer.id_to_token(opened.end)
-    if inner_ends:
-        many = format_counted_noun(inner_ends, "document")
-        notes.append(f"{many} more in a run: the text itself has the end token {name}; --end TOKEN names another")
-    return TokensReport(out, index.vocabulary, name, index.dtype, index.train, index.val, tuple(left_out), tuple(notes))
+    names = {token: opened.tokenizer.id_to_token(token) for token in (opened.end, *(index.begin or ()))}
+    for token, count in inner_marks.items():
+        many = format_counted_noun(count, "document")
+        part = f"the end token {names[token]}; --end TOKEN names another"
+        if token != opened.end:
+            part = f"the token {names[token]}, with which a document begins"
+        notes.append(f"{many} more in a run: the text itself has {part}")
+    begin = tuple(names[token] for token in index.begin or ())
+    found = tuple(left_out), tuple(notes)
+    return TokensReport(out, index.vocabulary, names[opened.end], begin, index.dtype, index.train, index.val, *found)
 
 
 def _select_with_text(documents: Sequence[Document]) -> tuple[list[Document], list[SkippedDocument], list[str]]:
@@ -441,13 +497,21 @@ def _divide_document(document: Document, val: float) -> list[Document]:
 
 
 def _write_documents(
-    documents: Sequence[Document], held: set[int], opened: EndedTokenizer, folder: Path, on_progress: OnProgress
-) -> tuple[list[SkippedDocument], int]:
-    """Write all documents; return those that are left out, and how often the end token is inside a document."""
+    documents: Sequence[Document],
+    held: set[int],
+    opened: EndedTokenizer,
+    folder: Path,
+    version: int,
+    on_progress: OnProgress,
+) -> tuple[list[SkippedDocument], Counter[int]]:
+    """Write all documents; return those that are left out, and how often their text has the tokens around them."""
     tokenizer, end = opened
     vocabulary = max(tokenizer.get_vocab().values()) + 1
-    dtype = "uint16" if vocabulary <= 2**16 else "uint32"
-    train, val = (TokenWriter(folder, split, dtype, end) for split in ("train", "val"))
+    dtype: Literal["uint16", "uint32"] = "uint16" if vocabulary <= 2**16 else "uint32"
+    begin = None if version == VERSION_WITHOUT_BEGINNINGS else find_document_beginning(tokenizer, end)
+    empty = TokenSplit(0, 0, 0, ())
+    index = TokenIndex(version, dtype, vocabulary, end, "", empty, empty, begin)
+    train, val = (TokenWriter(folder, split, dtype, end, begin=index.written_begin) for split in ("train", "val"))
     left_out: list[SkippedDocument] = []
     batch: list[_Piece] = []
     for number, document in enumerate(documents):
@@ -469,10 +533,9 @@ def _write_documents(
         on_progress(number + 1, len(documents))
     _write_batch(batch, tokenizer)
     tokenizer.save(str(folder / TOKENIZER), pretty=False)
-    own, held_out = train.close(), val.close()
     digest = compute_sha256(folder / TOKENIZER)
-    TokenIndex(VERSION, dtype, vocabulary, end, digest, own, held_out).write(folder)  # type: ignore[arg-type]
-    return left_out, train.inner_ends + val.inner_ends
+    replace(index, tokenizer=digest, train=train.close(), val=val.close()).write(folder)
+    return left_out, +(train.inner_marks + val.inner_marks)
 
 
 class _Piece(NamedTuple):
@@ -509,8 +572,11 @@ def _describe_read_error(error: Exception) -> str:
 # -- Python's own text ------------------------------------------------------------------------------------------------
 
 
-def write_python_tokens(files: int, vocabulary: int) -> Path:
-    """Return a folder with the tokens of Python's own standard library, made once and kept in the cache."""
+def write_python_tokens(files: int, vocabulary: int, version: int = VERSION) -> Path:
+    """Return a folder with the tokens of Python's own standard library, made once and kept in the cache.
+
+    `version` is that of the index, as in `write_tokens`.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = [folder / name for name in sorted(os.listdir(folder)) if name.endswith(".py")][:files]
     if len(found) < 2:
@@ -519,14 +585,14 @@ def write_python_tokens(files: int, vocabulary: int) -> Path:
             allowed="a Python with its standard library as text",
             do="make tokens from your text: halfstep data tokens FILES --tokenizer train:4096 --out FOLDER",
         )
-    version = ".".join(map(str, sys.version_info[:3]))
-    place = find_cache_folder() / "tokens" / f"python-{version}-{len(found)}-{vocabulary}-{VERSION}"
+    python = ".".join(map(str, sys.version_info[:3]))
+    place = find_cache_folder() / "tokens" / f"python-{python}-{len(found)}-{vocabulary}-{version}"
     if has_tokens(place):
         return place
     try:
-        write_tokens(found, f"train:{vocabulary}", place, val=0.1)
+        write_tokens(found, f"train:{vocabulary}", place, val=0.1, version=version)
     except (StorageFailed, FolderTaken):
         if not has_tokens(place):  # another rank was first, or there is no cache: for this process alone
             place = Path(tempfile.mkdtemp(prefix="halfstep-tokens-")) / "python"
-            write_tokens(found, f"train:{vocabulary}", place, val=0.1)
+            write_tokens(found, f"train:{vocabulary}", place, val=0.1, version=version)
     return place

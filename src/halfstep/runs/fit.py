@@ -18,6 +18,7 @@ import torch
 from halfstep import distributed
 from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.errors import HUNG, RUN_FINISHED, BadRecipe, FolderLost, FolderTaken, HalfstepError, RankFailed
+from halfstep.files import read_json
 from halfstep.host_memory import pause_gc
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import create_listeners
@@ -35,6 +36,7 @@ from halfstep.train.checkpointing import check_folder_writable
 from halfstep.train.give_up import format_fit_call
 from halfstep.train.lost_ranks import LostRanks, name_lost_ranks
 from halfstep.train.microbatches import adapt_microbatches, describe_divided_microbatches
+from halfstep.train.outputs import FACTS
 from halfstep.train.process_group import join_process_group, preserve_rng
 from halfstep.train.resume import ResumeRecord, find_checkpoint, resume_from
 from halfstep.train.run import Run, make_loop, read_finished_run, run_training
@@ -156,8 +158,11 @@ def launch(
             found = find_checkpoint(folder) if session.state == UNFINISHED else None
             now("reading the data, building the model")
             with pause_gc(), _show_progress(quiet, now) as on_progress:
+                prepared = _prepare_task(task, kind, recipe)
+                if found is not None:
+                    prepared.resume(distributed.run_on_rank_zero(lambda: read_json(folder / FACTS) or {}))
                 loop = make_loop(
-                    _prepare_task(task, kind, recipe),
+                    prepared,
                     recipe,
                     folder,
                     journal,

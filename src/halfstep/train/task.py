@@ -116,6 +116,9 @@ class Task(ABC):
     def remember(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most tasks have nothing to remember
         """Load what `facts` returned when the model was trained; called before anything else."""
 
+    def resume(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most tasks decide nothing at a run's start
+        """Keep what an earlier launch of this run decided; `facts` are its facts. Called before the data is read."""
+
     @abstractmethod
     def model(self) -> nn.Module:
         """Return the model, with random or `pretrained` weights by `recipe.model.weights`; the loop loads files."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from halfstep.data.check.page import Fault, build_finding_blocks, describe_verdict
 from halfstep.data.token_files import (
+    INDEX,
     SPLITS,
     TOKENIZER,
     TokenArray,
@@ -121,6 +122,7 @@ class _SplitScan(NamedTuple):
     facts: SplitFacts
     counts: Tokens
     """How often each token occurs."""
+    unbegun: list[str]
     unended: list[str]
     empty: list[str]
     digests: dict[str, bytes]
@@ -145,10 +147,14 @@ def _scan_split(tokens: TokenArray, index: TokenIndex) -> _SplitScan:
         found = np.bincount(np.minimum(block, len(counts) - 1), minlength=len(counts))
         counts += found
     starts = [0, *ends[:-1].tolist()]
-    unended, empty, digests = [], [], {}
+    begin = np.asarray(index.written_begin, tokens.dtype)
+    unbegun, unended, empty, digests = [], [], [], {}
     for name, start, stop in zip(names, starts, ends.tolist(), strict=True):
-        document = tokens.read(start, stop)
-        if document[-1] != index.end or (document[:-1] == index.end).any():
+        whole = tokens.read(start, stop)
+        document = whole[len(begin) :]
+        if not np.array_equal(whole[: len(begin)], begin):
+            unbegun.append(name)
+        if not len(document) or document[-1] != index.end or (document[:-1] == index.end).any():
             unended.append(name)
         if (document == index.end).all():
             empty.append(name)
@@ -156,7 +162,7 @@ def _scan_split(tokens: TokenArray, index: TokenIndex) -> _SplitScan:
             digests[name] = blake2b(document.tobytes(), digest_size=16).digest()
     median = int(np.median(np.diff(ends, prepend=0))) if len(ends) else 0
     facts = SplitFacts(len(ends), len(tokens), tokens.facts.bytes, median)
-    return _SplitScan(facts, counts, unended, empty, digests, damaged)
+    return _SplitScan(facts, counts, unbegun, unended, empty, digests, damaged)
 
 
 def _measure_train_overlap(train: TokenArray, val: TokenArray) -> dict[str, float]:
@@ -165,8 +171,8 @@ def _measure_train_overlap(train: TokenArray, val: TokenArray) -> dict[str, floa
     owners: list[int] = []
     runs: list[int] = []
     for number, (start, stop) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        # Without the end token, and one run after another: a copy of a document has all of them.
-        own = _compute_run_hashes(val.read(start, stop - 1))[::RUN]
+        # Without the tokens around the text, and one run after another: a copy of a document has all of them.
+        own = _compute_run_hashes(val.read(start + len(val.index.written_begin), stop - 1))[::RUN]
         owners += [number] * len(own)
         runs += own.tolist()
         if len(runs) >= MOST_SEARCHED:
@@ -214,6 +220,21 @@ def _iterate_faults(
     )
     outside = [name for name, one in looked.items() if one.counts[index.vocabulary :].any()]
     yield from fault("outside-vocabulary", "error", "split with tokens beyond the vocabulary", again, outside)
+    if index.begin is None:
+        yield Fault(
+            "no-beginnings",
+            "warning",
+            "documents without a beginning, of an earlier version: a model does not learn how a text begins",
+            again,
+            (INDEX,),
+        )
+    yield from fault(
+        "not-begun",
+        "error",
+        "document that does not begin with the tokens of the index",
+        again,
+        [n for o in every for n in o.unbegun],
+    )
     yield from fault(
         "not-ended",
         "error",

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import base64
 import os
-import zlib
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from halfstep.data.gguf_base import hide_progress_bars
-from halfstep.data.token_files import TOKENIZER
-from halfstep.errors import BadData, format_error_line
+from halfstep.errors import BadData, HalfstepError, format_error_line
 
 SIZES = {"mlp": "intermediate_size", "kv_heads": "num_key_value_heads"}
 GPT2 = {"width": "n_embd", "layers": "n_layer", "heads": "n_head", "mlp": "n_inner"}
 
 
-def build_model_config(options: Any, vocabulary: int, length: int, end: int) -> Any:
+def build_model_config(options: Any, vocabulary: int, length: int, begin: int, end: int) -> Any:
     """Return the config of a new model for these tokens."""
     common = {
         "vocab_size": max(options.vocabulary or 0, vocabulary),
         "tie_word_embeddings": options.tied,
-        "bos_token_id": end,
+        "bos_token_id": begin,
         "eos_token_id": end,
         "use_cache": False,
     }
@@ -73,58 +70,54 @@ def convert_config_to_plain(config: Any) -> dict[str, Any]:
 
 def load_base(name: str, download: bool, **more: Any) -> Any:
     """Return a pretrained model from a folder, or from the hub where that was allowed; raise BadData if it fails."""
+    read_base_config(name, download)
     with _replace_base_errors(name, download), hide_progress_bars():
         place = os.path.expanduser(name)
         # Weights as safetensors alone: other files of weights are pickles.
-        return AutoModelForCausalLM.from_pretrained(
+        language = AutoModelForCausalLM.from_pretrained(
             place, local_files_only=not download, use_safetensors=True, trust_remote_code=False, **more
         )
+    # The recipe decides how a text is sampled: a base may penalize repetitions, or force a length.
+    language.generation_config = GenerationConfig.from_model_config(language.config)
+    return language
 
 
 def read_base_config(name: str, download: bool) -> Any:
-    """Return the config of a base."""
+    """Return the config of a base; raise BadData if it cannot be read, or if the base has other inputs than text."""
     with _replace_base_errors(name, download):
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             os.path.expanduser(name), local_files_only=not download, trust_remote_code=False
         )
+        text = config.get_text_config()
+    if text is not config:
+        raise BadData(
+            f"model.base={name} is a {type(config).__name__.removesuffix('Config')} model, with other inputs than text",
+            allowed="a causal language model; the language part of another model, saved as one",
+            do=f"save its language part: python -c {shlex.quote(_EXTRACTION.format(name=name, out=f'{name}-text'))}",
+        )
+    return config
+
+
+_EXTRACTION = """
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+whole = AutoModelForImageTextToText.from_pretrained({name!r}, dtype='auto')
+text = AutoModelForCausalLM.from_config(whole.config.get_text_config(), dtype=whole.dtype)
+text.base_model.load_state_dict(whole.get_decoder().state_dict())
+text.set_output_embeddings(whole.get_output_embeddings())
+text.save_pretrained({out!r})
+AutoTokenizer.from_pretrained({name!r}).save_pretrained({out!r})
+"""
 
 
 @contextmanager
 def _replace_base_errors(name: str, download: bool) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (HalfstepError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a truncated or foreign file raises anything: SafetensorError, AttributeError, ...
         raise BadData(
             f"model.base={name} cannot be loaded: {format_error_line(error)[:300]}",
             allowed="config.json and .safetensors of a causal language model that transformers knows",
             do="check the name and the network" if download else f"check the files in {name}, or copy them again",
         ) from error
-
-
-def find_base_tokenizer(name: str) -> Path | None:
-    """Return the tokenizer of a base in a folder, where it has one."""
-    path = Path(os.path.expanduser(name)) / TOKENIZER
-    return path if path.is_file() else None
-
-
-# -- tokenizers as facts ----------------------------------------------------------------------------------------------
-
-
-def pack_tokenizer(tokenizer: Any) -> str:
-    """Return a tokenizer as a short text: its JSON may take megabytes."""
-    return base64.b64encode(zlib.compress(tokenizer.to_str().encode(), 9)).decode()
-
-
-def save_tokenizer(tokenizer: Any, end: int, folder: Path) -> None:
-    """Save a tokenizer as transformers' AutoTokenizer reads it."""
-    from transformers import PreTrainedTokenizerFast
-
-    name = tokenizer.id_to_token(end)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=name, bos_token=name).save_pretrained(folder)
-
-
-def unpack_tokenizer(text: str) -> Any:
-    """Return the tokenizer that `pack_tokenizer` gave."""
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(zlib.decompress(base64.b64decode(text)).decode())
