@@ -2,12 +2,16 @@
 
 If a buffer were restored but not the number that belongs to it, the module would be in a state that no step produced: a
 cache with the wrong length, a codebook marked as initialized. So all attributes of a module are restored together:
-registered buffers and parameters, and plain attributes (numbers, strings, None, tensors, tuples of these). No tensor is
-copied here.
+registered buffers and parameters, and plain attributes (numbers, strings, None, enum members and other values that
+cannot change, tensors, tuples of these). No tensor is copied here.
 """
 
 from __future__ import annotations
 
+import datetime
+import enum
+import numbers
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -20,6 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 Names: TypeAlias = dict[str, Any]
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Tensor)
+_IMMUTABLE = (
+    numbers.Number,  # Fraction, Decimal, the numbers of NumPy
+    enum.Enum,
+    range,
+    slice,
+    frozenset,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+)
+"""Further types of values that cannot change: binding one again restores it."""
 _STANDARD = list(nn.Module().__dict__)
 _REGISTRIES = frozenset(_STANDARD) - {"training"}
 """Attributes that every module has: torch's own registries, which are not plain values."""
@@ -28,7 +43,13 @@ _MISSING = object()
 
 def is_plain(value: Any) -> bool:
     """Return whether binding a value again is enough to restore it: a number, a string, a tensor, a tuple of these."""
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    # Not imported here: without NumPy, no value is one of its scalars, such as `numpy.bool_`, which is no Number.
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, _IMMUTABLE) or (numpy is not None and isinstance(value, numpy.generic))
 
 
 class _KeptDictionary(NamedTuple):
