@@ -89,6 +89,8 @@ def test_the_values_that_the_source_has(code: str, values: tuple[object, ...]) -
         "m = m if a else 'no'\nf(m)",
         "m, n = pair()\nf(m)",
         "f(lambda: 'fp16')",
+        "class C:\n    pass\nC.m = 'fp16'\nf(C.m)",
+        "exec(open('settings.py').read())\nm = 'fp16'\nf(m if a else 'no')",
         "f(*('fp16',))",
     ],
 )
@@ -111,6 +113,10 @@ def test_an_expression_that_doubles_at_every_name_ends() -> None:
         ("f(cfg['trainer'].get('precision', 'no'))", "trainer.precision"),
         ("m = args.mixed_precision\nf(m)", "mixed_precision"),
         ("k = 'fp16'\nf(cfg[k])", "fp16"),
+        ("f(cfg.precision or 'no')", "precision"),
+        ("f(cfg['precision'] if 'precision' in cfg else 'no')", "precision"),
+        ("f(str(cfg.trainer.precision))", "trainer.precision"),
+        ("f(cfg.precision if fast else 'no')", ""),
         ("f(cfg[name])", ""),
         ("f(cfg['a'] + 'b')", ""),
         ("f(load().precision)", ""),
@@ -119,6 +125,12 @@ def test_an_expression_that_doubles_at_every_name_ends() -> None:
 )
 def test_the_key_of_a_lookup(code: str, key: str) -> None:
     assert find_lookup_key(*last_value(code)) == key
+
+
+def test_the_key_of_a_parameter_is_its_name() -> None:
+    script = parse_script("a.py", "def build(a, precision):\n    b = a\n    return f(precision), f(b)\n")
+    calls = sorted(script.calls(), key=lambda call: call.col_offset)
+    assert [find_lookup_key(script, call.args[0]) for call in calls] == ["precision", "a"]
 
 
 # -- who wins ---------------------------------------------------------------------------------------------------------
@@ -157,6 +169,20 @@ def test_a_value_of_none_leaves_the_choice_to_the_file(value: str, possible: lis
     write(accelerate_yaml=ACCELERATE_FILE, run_sh=ACCELERATE_RUN, train_py=accelerator(value))
     found = row("accelerate")
     assert (found.possible, found.precision) == (possible, precision)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "Accelerator(**{'mixed_precision': 'fp16' if a else 'no'})",
+        "Accelerator(**dict(mixed_precision='fp16' if a else 'no'))",
+        "options = {'log_with': None, 'mixed_precision': 'fp16' if a else 'no'}\nAccelerator(**options)",
+    ],
+)
+def test_options_that_are_unpacked_from_a_table_are_read(call: str) -> None:
+    code = f"from accelerate import Accelerator\n{call}\n"
+    write(accelerate_yaml=ACCELERATE_FILE, run_sh=ACCELERATE_RUN, train_py=code)
+    assert row("accelerate").possible == ["fp16", "fp32"]
 
 
 @pytest.mark.parametrize(
@@ -236,11 +262,14 @@ def test_the_page_of_a_computed_value_names_its_line_what_it_beats_and_what_to_w
     assert not any("everything asks" in line for line in page)
 
 
+@pytest.mark.wording
 def test_values_of_which_none_agrees_are_an_error() -> None:
     write(accelerate_yaml=ACCELERATE_FILE, run_sh=ACCELERATE_RUN, train_py=IMPOSSIBLE)
     found = report()
     assert [(f["id"], f["file"], f["line"]) for f in found["findings"]] == [("settings.ignored", "accelerate.yaml", 2)]
     assert "fp16 or fp32" in found["findings"][0]["evidence"]
+    assert 'Accelerator(mixed_precision="bf16")' in found["findings"][0]["fix"]
+    assert "None" not in found["findings"][0]["fix"]
     assert found["status"]["at_run_time"][0]["possible"] == ["fp16", "fp32"]
     assert doctor(".").exit_code == 78
 
@@ -266,11 +295,88 @@ def test_a_variable_that_the_shell_fills_in_beats_the_code() -> None:
     assert found["status"]["at_run_time"][0]["beats"] == ["train.py"]
 
 
+def test_a_variable_that_the_script_computes_is_a_computed_setting() -> None:
+    code = "import os\nos.environ['ACCELERATE_MIXED_PRECISION'] = 'bf16' if a else 'no'\n"
+    write(train_py=f"{code}from accelerate import Accelerator\nAccelerator()\n")
+    found = report()
+    assert found["findings"] == []
+    assert [(value["file"], value["line"]) for value in found["status"]["at_run_time"]] == [("train.py", 2)]
+
+
+def test_a_value_that_beats_settings_of_two_runs_is_one_finding() -> None:
+    write(accelerate_yaml=ACCELERATE_FILE, train_py=OPEN)
+    write(run_sh=f"{ACCELERATE_RUN}accelerate launch --mixed_precision fp16 train.py\n")
+    found = report()
+    assert [f["id"] for f in found["findings"]] == ["settings.decided_at_run_time"]
+    [value] = found["status"]["at_run_time"]
+    assert value["beats"] == ["accelerate.yaml", "run.sh"]
+
+
+@pytest.mark.parametrize(
+    ("files", "possible", "place"),
+    [
+        ({"c_yaml": "fp16: false\nbf16: true\n"}, ["bf16"], "c.yaml:2"),
+        ({"c_yaml": "training: {bf16: false, fp16: true}\n"}, ["fp16"], "c.yaml:1"),
+        ({"c_yaml": "lr: 1\n"}, ["fp16", "bf16", "fp32"], None),
+    ],
+)
+def test_switches_are_looked_up_by_their_leaf(files: dict[str, str], possible: list[str], place: str | None) -> None:
+    code = "from transformers import TrainingArguments\nTrainingArguments('o', fp16=cfg.fp16, bf16=cfg.bf16)\n"
+    write(train_py=f"cfg = load('c.yaml')\n{code}", **files)
+    [value] = report()["status"]["at_run_time"]
+    assert (value["possible"], value["looked_up"]) == (possible, [place] if place else [])
+
+
+def test_a_flag_of_hydra_replaces_the_file_that_a_value_is_looked_up_in() -> None:
+    Path("conf").mkdir()
+    Path("conf/config.yaml").write_text("defaults: [_self_]\ntrainer:\n  precision: 16-mixed\n")
+    code = "import hydra, lightning\n@hydra.main(config_path='conf', config_name='config')\ndef main(cfg):\n"
+    code += "    lightning.Trainer(precision=cfg.trainer.precision)\n"
+    write(train_py=code, run_sh="python train.py trainer.precision=bf16-mixed\n")
+    status = report()["status"]
+    assert (status["precision"], status["at_run_time"][0]["looked_up"]) == ("bf16", ["run.sh:1"])
+
+
 def test_two_runs_of_which_one_is_computed_are_not_called_one_precision() -> None:
     write(one_py=accelerator("'bf16'"), two_py=accelerator("choose()"))
     status = report()["status"]
     assert (status["precision"], status["decided"]) == (None, True)
     assert [value["file"] for value in status["at_run_time"]] == ["two.py"]
+
+
+def test_a_run_whose_value_is_computed_has_no_precision_of_its_files() -> None:
+    write(c_yaml="precision: bf16-mixed\n")
+    write(train_py="from lightning import Trainer\nfile = 'c.yaml'\nTrainer(precision=choose())\n")
+    found = report()
+    assert found["runs"][0]["precision"] is None
+    assert found["status"]["precision"] is None
+
+
+def test_a_value_that_only_seems_to_come_from_a_file_is_no_error() -> None:
+    write(c_yaml="precision: 16-mixed\n", d_yaml="trainer: {amp: false}\n")
+    code = "from lightning import Trainer\ncfg = load('c.yaml', 'd.yaml')\nTrainer(precision=cfg.precision)\n"
+    write(train_py=code)
+    assert [(f["id"], f["severity"]) for f in report()["findings"]] == [("settings.decided_at_run_time", "warning")]
+
+
+def test_a_script_of_tests_decides_nothing() -> None:
+    Path("tests").mkdir()
+    write(accelerate_yaml=ACCELERATE_FILE, config_yaml="precision: bf16\n")
+    Path("tests/test_launch.py").write_text(OPEN + "settings = 'config.yaml'\n")
+    status = report()["status"]
+    assert (status["decided"], status["at_run_time"]) == (True, [])
+
+
+def test_no_edit_is_made_in_a_run_that_replaces_its_files() -> None:
+    code = "import torch\nfile = 'c.yaml'\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    pass\n"
+    write(c_yaml="amp: false\n", train_py=code)
+    assert [f["id"] for f in report("--fix", "--yes")["findings"]] == []
+    assert Path("c.yaml").read_text() == "amp: True\n"
+    write(c_yaml="amp: false\n", train_py=f"{code}{OPEN}")
+    found = report("--fix", "--yes")
+    assert {f["id"] for f in found["findings"]} == {"settings.precision_mismatch", "settings.decided_at_run_time"}
+    assert Path("c.yaml").read_text() == "amp: false\n"
+    assert found["refused"]
 
 
 def test_a_file_of_tests_is_not_beaten() -> None:

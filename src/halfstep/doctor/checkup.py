@@ -206,7 +206,7 @@ def _find_missing_type(lookup: SettingsLookup) -> Iterator[Finding]:
 
 def _find_variable_case(lookup: SettingsLookup) -> Iterator[Finding]:
     variable = lookup.get("environment", places.MIXED_PRECISION)
-    if variable and str(variable.value) not in places.WORDS:
+    if variable and not variable.is_computed and str(variable.value) not in places.WORDS:
         evidence = f"{variable}: under plain python accelerate accepts lowercase only, and silently computes in fp32"
         fix = f"export {variable.key}={str(variable.value).lower()}"
         yield _build_located_finding(variable, "accelerate.variable_case", "warning", evidence, fix)

@@ -93,12 +93,16 @@ def _add_candidates(setting: FoundSetting, settings: Sequence[FoundSetting]) -> 
 
 FILES_OF_SCRIPTS = frozenset({"recipe", "hydra", "lightning", "transformers"})
 """Kinds of files that a script may read by itself."""
+_LAUNCHERS = frozenset({"accelerate", "fabric", "halfstep"})
+"""Programs whose own flags do not reach the script."""
 
 
 def _find_key(setting: FoundSetting) -> str:
     """Return the key by which a script may look a setting up."""
-    is_argument = setting.kind in ("launch", "code") and setting.tool in ("script", "transformers")
-    return setting.key if setting.kind in FILES_OF_SCRIPTS else setting.argument if is_argument else ""
+    if setting.kind in FILES_OF_SCRIPTS:
+        return setting.key
+    is_flag = setting.kind == "launch" and setting.owner not in _LAUNCHERS
+    return setting.argument if is_flag or (setting.kind == "code" and setting.rank == "default") else ""
 
 
 def _apply_argument(setting: FoundSetting, flag: FoundSetting) -> FoundSetting:

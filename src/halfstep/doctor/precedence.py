@@ -114,12 +114,12 @@ class Provenance:
         return any(winner.candidates for winner in self.winners)
 
     def disagreeing(self) -> Iterator[FoundSetting]:
-        """Yield the settings without effect that ask for something else than what runs, whatever the run computes."""
+        """Yield the settings without effect that ask for something else than what runs, in every case."""
         if not self.is_open and not self.is_assumed:
             yield from (s for s in self._list_without_effect() if not any(_agrees(s, case) for case in self.cases))
 
     def doubtful(self) -> Iterator[FoundSetting]:
-        """Yield the settings without effect that ask for something else than what may run."""
+        """Yield the settings without effect that ask for something else than what runs, in some case."""
         yield from (s for s in self._list_without_effect() if not all(_agrees(s, case) for case in self.cases))
 
     def deliberate(self, loser: FoundSetting) -> bool:

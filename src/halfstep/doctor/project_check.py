@@ -28,7 +28,7 @@ from halfstep.doctor.project_page import (
     describe_project_precision,
 )
 from halfstep.doctor.repairs import build_setting_edits, format_setting_line
-from halfstep.doctor.run_precision import RunPrecision, RuntimeDecision, resolve_run_precision
+from halfstep.doctor.run_precision import RuntimeDecision, list_runtime_decisions, resolve_run_precision
 from halfstep.doctor.settings import UNRESOLVED, FoundSetting, SettingSource
 from halfstep.doctor.settings_page import Conflict
 from halfstep.doctor.sources import NOT_GIVEN, from_environment
@@ -62,6 +62,7 @@ def examine_project(
     read = [f for f in project.findings if f.id not in _UNREAD]
     found = [*read, *_note_unread_files(project), *_note_unknown_words(project), *_note_own_words(project)]
     found += [f for run in runs for f in _check_run(project, run)]
+    found += [_build_runtime_finding(one) for one in list_runtime_decisions(runs) if _is_doubtful(one)]
     for run in runs:
         # `accelerate launch` reads the file in its own place then, which is outside of the project.
         has_no_file = run.start == ACCELERATE and not any(source.kind == "accelerate" for source in run.sources)
@@ -183,7 +184,7 @@ def _check_run(project: Project, run: ProjectRun) -> Iterator[LocatedFinding]:
     for conflict in found.conflicts:
         mismatch = _build_mismatch_finding(project, conflict, settings)
         yield _drop_edits(mismatch) if is_open else mismatch
-    yield from _list_runtime_findings(found)
+    yield from (_build_refuted_finding(one) for one in found.decisions if one.refuted)
     for finding in list_settings_findings(run.sources):
         if finding.id not in _SAID_BY_THE_TABLE:
             yield _drop_edits(_locate_finding(finding, run)) if is_open else _locate_finding(finding, run)
@@ -191,13 +192,10 @@ def _check_run(project: Project, run: ProjectRun) -> Iterator[LocatedFinding]:
         yield from check(settings)
 
 
-def _list_runtime_findings(found: RunPrecision) -> Iterator[LocatedFinding]:
-    """Yield an error where no value of a computed setting can be right, a warning where some value is wrong."""
-    for one in found.decisions:
-        if one.refuted:
-            yield _build_refuted_finding(one)
-        elif one.beaten and not any(not one.row.deliberate(loser) for loser in one.row.disagreeing()):
-            yield _build_runtime_finding(one)
+def _is_doubtful(decision: RuntimeDecision) -> bool:
+    """Return whether some value of a computed setting is wrong, and some value is right."""
+    is_ignored = any(not decision.row.deliberate(loser) for loser in decision.row.disagreeing())
+    return bool(decision.beaten) and not decision.refuted and not is_ignored
 
 
 def _build_refuted_finding(decision: RuntimeDecision) -> LocatedFinding:
@@ -213,7 +211,7 @@ def _build_runtime_finding(decision: RuntimeDecision) -> LocatedFinding:
     setting, row = decision.setting, decision.row
     values = f": {' or '.join(row.possible)}" if row.possible else ""
     winners = [f"{winner}  ({winner.where})" for winner in row.winners]
-    seen = [f"it is looked up as {s}  ({s.where}), if the run reads that file" for s in setting.candidates]
+    seen = [f"it is looked up as {s}  ({s.where}), if the run reads that file" for s in decision.candidates]
     beaten = [f"it beats {s}  ({s.where})" for s in decision.beaten]
     evidence = "\n".join([*winners, f"decides in {row.tool} at run time{values}", *seen, *beaten])
     fix = _suggest_certain_value(row, decision.beaten)
@@ -230,7 +228,7 @@ def _suggest_certain_value(row: Provenance, beaten: Sequence[FoundSetting]) -> s
     ways = [
         f"write the value itself in {winner.where}:\n    {format_setting_line(replace(winner, claim=claim), named)}"
     ]
-    read = [s.place for s in row.overrode if s.claim and s.value != NOT_GIVEN]
+    read = [s.place for s in row.overrode if s.claim and s.value != NOT_GIVEN and s.place != winner.place]
     if read and winner.kind != "environment":
         ways.append(f"delete it there, so that {read[0]} decides")
     own = [s.where for s in beaten if s.kind in FILES_OF_SCRIPTS and s.claim and s.claim.says]
@@ -275,11 +273,11 @@ def _suggest_repair(
     project: Project, run: ProjectRun, row: Provenance, loser: FoundSetting
 ) -> tuple[tuple[Edit, ...], str]:
     """Return the edits that remove an ignored setting's contradiction, and the sentence that says what to write."""
+    if row.precision is None:
+        return (), _suggest_certain_value(row, [loser])
     aside = any(loser in source.precision for source in run.aside)
     if aside and run.launch and run.start == ACCELERATE:
         return _suggest_config_file(project, run, loser)
-    if row.precision is None:
-        return (), _suggest_certain_value(row, [loser])
     edits = build_setting_edits(loser, row.precision, run.settings(), project.texts)
     fix = f"to keep {row.precision}, write in {loser.where}:\n    {format_setting_line(loser, row.precision)}"
     return edits, fix + _suggest_other_way(row, loser)
@@ -391,7 +389,7 @@ def build_project_status(runs: Sequence[ProjectRun], findings: Iterable[LocatedF
     settings = [s for run in runs for s in run.settings() if s.value != NOT_GIVEN]
     precisions = {v.precision for v in verdicts.values() if v.precision not in (None, AUTO)}
     disputed = next((v for v in verdicts.values() if v.conflicts), None)
-    decisions = [decision for v in verdicts.values() for decision in v.decisions]
+    decisions = list_runtime_decisions(runs)
     is_open = any(not decision.is_settled for decision in decisions)
     agreed = None if len(precisions) > 1 or is_open else next(iter(precisions), None)
     one = SettingsVerdict(disputed.precision, disputed.conflicts) if disputed else SettingsVerdict(agreed, [])
@@ -399,7 +397,7 @@ def build_project_status(runs: Sequence[ProjectRun], findings: Iterable[LocatedF
     if len(precisions) > 1 and not disputed and not is_open:
         each = "; ".join(f"{v.precision} ({name})" for name, v in verdicts.items() if v.precision)
         status = replace(status, precision=SEVERAL, amp=each, fp16="as above")
-    values = list({(v.file, v.line): v for v in map(_build_runtime_value, decisions)}.values())
+    values = list(map(_build_runtime_value, decisions))
     beating = [value for value in values if value.beats]
     final = _describe_beating(beating) if beating else status.final
     if errors:
@@ -422,7 +420,7 @@ def build_project_status(runs: Sequence[ProjectRun], findings: Iterable[LocatedF
 def _build_runtime_value(decision: RuntimeDecision) -> RuntimeValue:
     setting = decision.setting
     beats = list(dict.fromkeys(s.place for s in decision.beaten))
-    looked_up = [f"{s.place}:{s.line}" if s.line else s.place for s in setting.candidates]
+    looked_up = [f"{s.place}:{s.line}" if s.line else s.place for s in decision.candidates]
     return RuntimeValue(setting.place, setting.line, decision.row.possible, beats, looked_up)
 
 
@@ -453,7 +451,7 @@ def collect_precisions(runs: Sequence[ProjectRun]) -> set[str]:
 
 def list_runtime_settings(runs: Sequence[ProjectRun], precision: str) -> list[FoundSetting]:
     """Return the settings that the run computes, and that may decide for another precision than this one."""
-    found = [one for run in runs for one in resolve_run_precision(run, run.provenance()).decisions]
+    found = list_runtime_decisions(runs)
     return [_add_possible_claim(one.row) for one in found if one.row.possible != [precision]]
 
 

@@ -1,4 +1,4 @@
-"""The precision of one run: what its settings agree on, where they contradict, and what only the run decides."""
+"""The precision of one run: its settings, their contradictions, and the values that are known only at run time."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ class RuntimeDecision:
         return self.row.winners[0]
 
     @property
+    def candidates(self) -> list[FoundSetting]:
+        """The settings that the value seems to come from: of `fp16: false` and `bf16: true`, the one that is on."""
+        found = [candidate for winner in self.row.winners for candidate in winner.candidates]
+        return [one for one in found if one.claim and one.claim.says] or found
+
+    @property
     def is_settled(self) -> bool:
         """Return whether the settings that the value seems to come from agree with all others."""
         return self.row.precision is not None and not self.beaten
@@ -43,6 +49,17 @@ class RunPrecision:
     conflicts: list[Conflict]
     decisions: list[RuntimeDecision] = field(default_factory=list)
     """The tools whose precision the run computes, those of tests left out."""
+
+
+def list_runtime_decisions(runs: Sequence[ProjectRun]) -> list[RuntimeDecision]:
+    """Return the tools whose precision a run computes, one for each place, with what it beats in any run."""
+    found: dict[tuple[str, int | None], RuntimeDecision] = {}
+    for run in runs:
+        for one in resolve_run_precision(run, run.provenance()).decisions:
+            place = (one.setting.place, one.setting.line)
+            beaten = [*found[place].beaten, *one.beaten] if place in found else one.beaten
+            found[place] = replace(found.get(place, one), beaten=_drop_repeated(beaten))
+    return list(found.values())
 
 
 def resolve_run_precision(run: ProjectRun, rows: Sequence[Provenance]) -> RunPrecision:

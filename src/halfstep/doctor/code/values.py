@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 
 from halfstep.doctor.code.formats import find_named_format
@@ -26,6 +27,9 @@ def list_possible_values(script: Script, node: ast.expr) -> tuple[object, ...] |
 
     Branches, tables and names with one assignment are followed. Nothing is evaluated, conditions included.
     """
+    # `exec` of a text can assign any name, as scripts do that are configured by a file of Python.
+    if any(isinstance(call.func, ast.Name) and call.func.id == "exec" for call in script.calls()):
+        return None
     found = _list_values(script, node, _DEEPEST)
     return tuple(dict.fromkeys(found)) if found is not None and len(found) <= _MOST else None
 
@@ -33,10 +37,10 @@ def list_possible_values(script: Script, node: ast.expr) -> tuple[object, ...] |
 def find_lookup_key(script: Script, node: ast.expr) -> str:
     """Return the dotted key of a lookup in a configuration: `trainer.precision` of `cfg["trainer"].get("precision")`.
 
-    Return an empty text for any other expression.
+    A default is left out, as in `cfg.precision or "no"`. Return an empty text for any other expression.
     """
     keys: list[str] = []
-    value: ast.AST = script.value(node)
+    value: ast.AST = _strip_default(script.value(node))
     while not isinstance(value, ast.Name):
         key: object = None
         if isinstance(value, ast.Attribute):
@@ -51,6 +55,22 @@ def find_lookup_key(script: Script, node: ast.expr) -> str:
         keys.insert(0, key)
     # A parameter has the value that a caller looks up.
     return ".".join(keys) or (value.id if _is_parameter(script, value) else "")
+
+
+def _strip_default(node: ast.AST) -> ast.AST:
+    """Return the lookup of `lookup or default`, of `lookup if lookup else default`, and of `str(lookup)`."""
+    while True:
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+            node = node.values[0]
+        elif isinstance(node, ast.IfExp) and (words := re.findall(r"\w+", ast.unparse(node.body))):
+            # The condition is about the same key: `cfg["precision"] if "precision" in cfg else "no"`.
+            if words[-1] not in re.findall(r"\w+", ast.unparse(node.test)):
+                return node
+            node = node.body
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("str", "int", "bool") and node.args:
+            node = node.args[0]
+        else:
+            return node
 
 
 def find_passed_argument(script: Script, call: ast.Call, name: str) -> ast.expr | None:
@@ -75,13 +95,14 @@ def _is_parameter(script: Script, name: ast.Name) -> bool:
 
 
 def _list_values(script: Script, node: ast.expr, deep: int) -> list[object] | None:
-    value = script.value(node)
-    if deep == 0 or not isinstance(value, ast.expr):
+    value = _follow_names(script, node)
+    if deep == 0 or value is None:
         return None
     if (named := find_named_format(script, value)) is not None:
         return [named]
-    if (constant := script.constant(value)) is not ...:
-        return [constant]
+    if isinstance(value, (ast.Constant, ast.UnaryOp)):
+        constant = script.constant(value)
+        return [constant] if constant is not ... else None
     inner = list(iterate_alternatives(value))
     if inner == [value]:
         looked_up = _list_table_entries(script, value)
@@ -97,6 +118,21 @@ def _list_values(script: Script, node: ast.expr, deep: int) -> list[object] | No
     return list(found)
 
 
+def _follow_names(script: Script, node: ast.expr) -> ast.expr | None:
+    """Return the expression behind names with one assignment; None behind another name.
+
+    Attributes are not followed, because other code can set them.
+    """
+    for _ in range(_DEEPEST):
+        if not isinstance(node, ast.Name):
+            return node
+        bound = script.bindings(node)
+        if len(bound) != 1 or bound[0] is None:
+            return None
+        node = bound[0]
+    return None
+
+
 def _list_table_entries(script: Script, node: ast.expr) -> list[ast.expr] | None:
     """Return the entries that `{...}[key]` or `{...}.get(key, default)` can return."""
     if isinstance(node, ast.Subscript):
@@ -107,7 +143,7 @@ def _list_table_entries(script: Script, node: ast.expr) -> list[ast.expr] | None
         otherwise = node.args[1] if len(node.args) > 1 else ast.Constant(None)
     else:
         return None
-    table = script.value(holder)
+    table = _follow_names(script, holder)
     if not isinstance(table, ast.Dict) or None in table.keys or _is_changed(script, holder):
         return None
     default = [otherwise] if otherwise is not None else []

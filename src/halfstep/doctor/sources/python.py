@@ -24,7 +24,7 @@ from halfstep.doctor.settings import (
     remove_ambiguous_claims,
 )
 from halfstep.doctor.sources.accelerate import WORDS, build_accelerate_claim
-from halfstep.doctor.sources.environment import VARIABLES, read_variable
+from halfstep.doctor.sources.environment import TOOLS, VARIABLES, read_variable
 from halfstep.doctor.sources.reading import (
     CLIPPING,
     LEARNING_RATE,
@@ -383,9 +383,13 @@ def _read_assignment(found: ScriptContents, node: ast.Assign) -> None:
 def _read_environ_assignment(found: ScriptContents, node: ast.Assign, target: ast.Subscript) -> None:
     name = target.slice.value if isinstance(target.slice, ast.Constant) else None
     value = _resolve_value(found, node.value)[0]
+    place = found.script.file
+    if name in TOOLS and value is _UnknownValue:
+        shown = ast.unparse(node.value)[:80]
+        setting = FoundSetting("environment", place, str(name), shown, UNRESOLVED, node.lineno, tool=TOOLS[str(name)])
+        found.settings.append(replace(setting, is_computed=True))
     if name not in VARIABLES or not isinstance(value, str):
         return
-    place = found.script.file
     try:
         setting = replace(read_variable(str(name), value), place=place, line=node.lineno)
     except HalfstepError as error:
