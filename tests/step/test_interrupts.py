@@ -170,6 +170,69 @@ def test_ctrl_c_in_the_loss_stops_at_once() -> None:
     assert state(model, stepper) == before
 
 
+class Switch:
+    """Sets something for a while; Ctrl-C arrives on the way out, or on the way in."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.is_set = where, False
+
+    def __enter__(self) -> None:
+        if self.where == "in":
+            press_ctrl_c()
+        self.is_set = True
+
+    def __exit__(self, *_: object) -> None:
+        if self.where == "out":
+            press_ctrl_c()
+        self.is_set = False
+
+
+@pytest.mark.parametrize("where", ["in", "out"])
+@pytest.mark.parametrize("form", ["function", "three calls"])
+def test_ctrl_c_does_not_leave_a_context_half_way(form: str, where: str) -> None:
+    model, stepper = make()
+    before, switch = state(model, stepper), Switch(where)
+
+    def loss(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        with switch:
+            return mse(model, given)
+
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (either of the calls)
+        if form == "function":
+            stepper.step(loss, batch())
+        else:
+            with stepper.forward():
+                loss(model, batch())
+    assert not switch.is_set
+    assert not stepper.in_window
+    assert state(model, stepper) == before
+    assert stepper.step(mse, batch()).applied
+
+
+def test_a_loop_inside_a_context_switch_is_interrupted_too() -> None:
+    """The step is completed first, or given up between forward and backward."""
+    _model, stepper = make()
+    reached = []
+
+    class Loop:
+        def __enter__(self) -> None:
+            def loss(model: nn.Module, given: Any) -> Tensor:
+                press_ctrl_c()
+                reached.append("on")
+                return mse(model, given)
+
+            for _ in range(2):
+                stepper.step(loss, batch())
+
+        def __exit__(self, *_: object) -> None: ...
+
+    with pytest.raises(KeyboardInterrupt), Loop():
+        pass
+    assert reached == ["on"]
+    assert not stepper.in_window
+    assert stepper.step(mse, batch()).applied
+
+
 def test_a_second_ctrl_c_does_not_end_what_takes_the_window_back() -> None:
     model, stepper = make()
     before = state(model, stepper)

@@ -6,9 +6,8 @@ window or the state after it: applied on every rank, or rolled back on every ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
 from typing import Any, overload
 
@@ -21,6 +20,7 @@ from halfstep.precision.converted import count_model_changes
 from halfstep.precision.island import mark_inner_islands
 from halfstep.random_state import collect_torch_rng_states
 from halfstep.step import checks
+from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, split_loss_and_aux
 from halfstep.step.objective import LocalFlags, Objective, RankVotes, build_step_report, find_refusing_guard
 from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
@@ -86,15 +86,18 @@ class Stepper(StepperBase):
         with self._interrupts, self.ranks.here():
             try:
                 self._begin(loss_fn, microbatches, only)
-                self._interrupts.allow()
                 if loss_fn is None:
+                    self._interrupts.allow()
                     return self._step_without_batch()
+                # Scopes are entered and left as a whole: a switch that Ctrl-C leaves set would outlive the step.
                 with self._scope:
                     for left, microbatch in zip(range(len(microbatches) - 1, -1, -1), microbatches, strict=True):
                         # Closed before backward: autocast belongs around the forward pass only, and backward uses the
                         # formats that forward chose.
                         with self._autocast:
+                            self._interrupts.allow()
                             result = self._synchronizer.run(loss_fn, microbatch, left == 0)
+                            self._interrupts.forbid()
                         self._backward(result, divide=len(microbatches))
                         del result  # otherwise this micro-batch's graph would live through the next one's forward
                 return self._conclude(_select_aux(self._aux, as_list=microbatches is batch))
@@ -155,7 +158,7 @@ class Stepper(StepperBase):
                 include=self._rollback.included,
                 ranks=self.ranks.size,
             )
-            self._interrupts.interruptible = False
+            self._interrupts.forbid()
             # What the check wrote into the batch was written back, which counts as a write.
             self.attempt = attempt._replace(factors={}, reaches={}, versions=list_batch_versions(attempt.microbatches))
         if self.start_check is not None:
@@ -228,10 +231,12 @@ class Stepper(StepperBase):
                 do="return the same names from every call of the loss function",
             )
         last = objectives[-1]
+        self._interrupts.allow()
         for objective in objectives:
             loss = losses[objective.loss.name] if isinstance(losses, dict) else losses
             # The losses share one forward graph, which the last backward frees.
             objective.backward(loss, divide, self.ranks, window=self._begun, retain_graph=objective is not last)
+        self._interrupts.forbid()
 
     def _pair(self, losses: Any, slots: list[OptimizerSlot]) -> list[Objective]:
         """Match losses with optimizers: one loss trains all optimizers of the step, a dict trains each by its own."""
@@ -261,7 +266,8 @@ class Stepper(StepperBase):
         if isinstance(self._scope, PrecisionObserver):
             self._scope.judge()
         # From here on no rank may leave on its own: Ctrl-C has to wait.
-        self._interrupts.interruptible, self._concluding = False, True
+        self._interrupts.forbid()
+        self._concluding = True
         self._synchronizer.finish([slot.gradients for slot in self._open])
         if self.on_gradients is not None:
             # Before the agreement, so that the edited gradients are the ones that are judged and clipped.
@@ -381,7 +387,7 @@ class Stepper(StepperBase):
 
     def _fail(self, error: BaseException) -> None:
         """Inform the other ranks of an error here: every rank drops the window and restores the state before it."""
-        self._interrupts.interruptible = False
+        self._interrupts.forbid()
         if self.ranks.size > 1 and not self._agreed:
             self._agreed = True
             self._together.fail(self._begun, error, self._complete, self._vote_abort, lambda: self._synchronizer.begun)
@@ -422,7 +428,7 @@ class Stepper(StepperBase):
     def _leave(self) -> None:
         """Finish a step on the way out, also after an error: no window stays open."""
         if self._open or self._pending:
-            self._interrupts.interruptible = False
+            self._interrupts.forbid()
             # The modes that the window found: Ctrl-C may arrive while torch leaves `no_grad` or `autocast`.
             torch.set_grad_enabled(True)
             torch.set_autocast_enabled(self.device.type, False)
@@ -443,10 +449,9 @@ class Stepper(StepperBase):
 
     # -- the form for loops that cannot be turned inside out ----------------------------------------------------
 
-    @contextmanager
     def forward(
         self, *, last: bool = True, only: str | None = None, rerun: tuple[LossFunction, Any] | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Enclose your own forward pass and loss.
 
         Args:
@@ -456,27 +461,36 @@ class Stepper(StepperBase):
             rerun: A loss function and a batch that repeat this forward pass: with them for every micro-batch, a
                 Guardian can diagnose a skipped step.
 
+        Returns:
+            A context for one forward pass.
+
         Raises:
-            WrongUse: The call is out of order, or weights or gradients were changed since the last `backward()`.
+            WrongUse: The call is out of order, or weights or gradients were changed since the last `backward()`; raised
+                on entering the context.
         """
-        with self._interrupts, self.ranks.here():
-            if not self._open:
-                with self._or_abandon:
-                    self._begin(None, (), only)
-            names = [slot.name for slot in self._select_slots(only)]
-            self._call_order.check_forward(names)
-            with self._or_abandon:
-                if self._call_order.adds_up:
-                    weights_moved, gradients_moved = self._call_order.moved(self._open)
-                    stepped = weights_moved and self._call_order.stepped(self._open)
-                    self._refuse_foreign_calls(stepped, gradients_moved, before=_NEXT_MICROBATCH)
-                self._call_order.forward(last=last, names=names)
-                if rerun is not None:
-                    assert self.attempt is not None, "a window is open"
-                    self.attempt = self.attempt.with_microbatch(*rerun)
-                self._interrupts.allow()
-                with self._synchronizer.forward(last), self._scope, self._autocast:
-                    yield
+        return _ForwardPass(self, self._interrupts, last=last, only=only, rerun=rerun)
+
+    def _check_forward(self, only: str | None) -> None:
+        """Raise WrongUse if a forward pass for this optimizer is out of order; nothing is changed."""
+        if self._open:
+            self._call_order.check_forward([slot.name for slot in self._select_slots(only)])
+
+    def _enter_forward(
+        self, *, last: bool, only: str | None, rerun: tuple[LossFunction, Any] | None, scopes: ExitStack
+    ) -> None:
+        """Start a forward pass, and a window if none is open."""
+        if not self._open:
+            self._begin(None, (), only)
+        elif self._call_order.adds_up:
+            weights_moved, gradients_moved = self._call_order.moved(self._open)
+            stepped = weights_moved and self._call_order.stepped(self._open)
+            self._refuse_foreign_calls(stepped, gradients_moved, before=_NEXT_MICROBATCH)
+        self._call_order.forward(last=last, names=[slot.name for slot in self._open])
+        if rerun is not None:
+            assert self.attempt is not None, "a window is open"
+            self.attempt = self.attempt.with_microbatch(*rerun)
+        for scope in (self._synchronizer.forward(last), self._scope, self._autocast):
+            scopes.enter_context(scope)
 
     def backward(self, loss: Any) -> None:
         """Run backward; call this instead of `loss.backward()`.
@@ -492,11 +506,10 @@ class Stepper(StepperBase):
                 cleared.
         """
         self._call_order.check_backward()
-        with self._interrupts, self.ranks.here(), self._or_abandon:
+        with _WindowCall(self, self._interrupts):
             if self._call_order.adds_up:
                 # Loss code may edit gradients and restore them; `zero_grad()` in front of backward drops them.
                 self._refuse_foreign_calls(False, self._call_order.lost(self._open), before=_NEXT_MICROBATCH)
-            self._interrupts.allow()
             with self._scope:
                 self._backward(loss, divide=1)
             self._call_order.backward(self._open)
@@ -511,7 +524,7 @@ class Stepper(StepperBase):
             WrongUse: Weights or gradients were changed since `backward()`; other errors as in `step`.
         """
         self._call_order.check_apply()
-        with self._interrupts, self.ranks.here(), self._or_abandon:
+        with _WindowCall(self, self._interrupts):
             self._refuse_foreign_calls(*self._call_order.moved(self._open), before="apply()")
             report = self._conclude(None)
             assert report is not None, "this rank had a batch"
@@ -527,23 +540,85 @@ class Stepper(StepperBase):
         with self._interrupts:
             self._abandon()
 
-    @cached_property
-    def _or_abandon(self) -> _AbandonOnError:
-        return _AbandonOnError(self)
+    def _abandon_after(self, error: BaseException) -> None:
+        """Drop an open window after an error: the other ranks learn of it, and the state before it is restored."""
+        try:
+            self._fail(error)
+        finally:
+            self._leave()
 
 
-class _AbandonOnError:
-    """A context in which any error drops the window, restores the state before it, and is raised again."""
+class _WindowCall:
+    """The context of a call of the three-call form: any error, and Ctrl-C on its way in or out, drops the window."""
 
-    def __init__(self, window: Stepper) -> None:
-        self._window = window
+    def __init__(self, stepper: Stepper, interrupts: DeferredInterrupts) -> None:
+        self._stepper, self._interrupts = stepper, interrupts
+        self._here = stepper.ranks.here()
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        try:
+            self._interrupts.__enter__()
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        self._here.__enter__()
 
-    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
-        if error is not None:
-            self._window._fail(error)
-            self._window._leave()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._interrupts.forbid()
+        try:
+            if error is not None:
+                self._stepper._abandon_after(error)
+        finally:
+            self._here.__exit__(None, None, None)
+            self._leave()
+
+    def _leave(self) -> None:
+        try:
+            self._interrupts.__exit__()
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def _abandon(self, error: BaseException) -> None:
+        with self._interrupts, self._stepper.ranks.here():
+            if self._stepper.in_window:
+                self._stepper._abandon_after(error)
+
+
+class _ForwardPass(_WindowCall):
+    """The context of one forward pass and its loss."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        interrupts: DeferredInterrupts,
+        *,
+        last: bool,
+        only: str | None,
+        rerun: tuple[LossFunction, Any] | None,
+    ) -> None:
+        super().__init__(stepper, interrupts)
+        self._last, self._only, self._rerun = last, only, rerun
+        self._scopes = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stepper._check_forward(self._only)
+        super().__enter__()
+        try:
+            self._stepper._enter_forward(last=self._last, only=self._only, rerun=self._rerun, scopes=self._scopes)
+            self._interrupts.allow()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._interrupts.forbid()
+        try:
+            self._scopes.__exit__(kind, error, trace)
+        except BaseException as raised:
+            super().__exit__(type(raised), raised, raised.__traceback__)
+            raise
+        super().__exit__(kind, error, trace)
 
 
 def _has_tensors(module: nn.Module) -> bool:

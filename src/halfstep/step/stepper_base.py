@@ -22,6 +22,7 @@ from halfstep.observe.precision_check import (
     RepeatedPrecisionObserver,
     can_observe_again,
 )
+from halfstep.observe.recorder import MemoryListener
 from halfstep.precision.converted import count_model_changes, find_converted_layers
 from halfstep.precision.island import find_islands, mark_inner_islands
 from halfstep.precision.precision import Precision
@@ -135,6 +136,7 @@ class StepperBase:
         self._slots = _build_optimizer_slots(named, schedule, clip_norm, clip_value)
         self.clip_norm = None if isinstance(clip_norm, Mapping) else check_positive_limit("clip_norm", clip_norm)
         self.on_gradients = on_gradients
+        self._interrupts = DeferredInterrupts()
         self._rollback, self._holdings = Rollback(self._emit, model), LossFunctionHoldings(model)
         self._observe, self._look_schedule = observe, ObservationSchedule()
         self.observed: Observation | None = None
@@ -162,7 +164,7 @@ class StepperBase:
             self.weights.share(self.ranks)
         self._agreement, self._together = RankAgreement(self.ranks, len(self._slots)), RankFailureHandler(self.ranks)
         self._tracker = ParamTracker(model, named.values())
-        self._interrupts, self._call_order = DeferredInterrupts(), CallOrder()
+        self._call_order = CallOrder()
 
     def _store_narrow(self, weight_format: str, sums: str, seed: int) -> None:
         """Convert the trained weights to bf16."""
@@ -273,7 +275,7 @@ class StepperBase:
         self._prepared = count_model_changes()
 
     def _watch(self, kind: type[PrecisionObserver]) -> PrecisionObserver:
-        done, emit, memory = self._watched, self._emit, self._rollback
+        done, emit, memory = self._watched, self._emit, _UninterruptedListener(self._rollback, self._interrupts)
         return kind(self._scope, self.model, self.precision, done=done, emit=emit, memory=memory)
 
     def _look_again(self) -> None:
@@ -463,6 +465,33 @@ def _check_same_weight_format(ours: Mapping[str, Any], saved: Mapping[str, Any])
             allowed=f"{own}, which this Stepper has",
             do=f"Stepper(..., weight_format={then!r})",
         )
+
+
+class _UninterruptedListener:
+    """A memory listener that Ctrl-C leaves with complete records: those of a half-made copy restore nothing."""
+
+    def __init__(self, listener: MemoryListener, interrupts: DeferredInterrupts) -> None:
+        self._listener, self._interrupts = listener, interrupts
+
+    def module_runs(self, module: nn.Module) -> None:
+        """Pass the call on."""
+        self._call(lambda: self._listener.module_runs(module))
+
+    def before_use(self, written: Sequence[Tensor], read: Sequence[Tensor], line: str | None) -> None:
+        """Pass the call on."""
+        self._call(lambda: self._listener.before_use(written, read, line))
+
+    def before_replace(self, tensor: Tensor, line: str | None) -> None:
+        """Pass the call on."""
+        self._call(lambda: self._listener.before_replace(tensor, line))
+
+    def _call(self, report: Callable[[], None]) -> None:
+        allowed = self._interrupts.forbid()
+        try:
+            report()
+        finally:
+            if allowed:
+                self._interrupts.allow()
 
 
 def _set_training_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
