@@ -205,6 +205,12 @@ def test_a_switch_of_transformers_that_is_off_leaves_the_choice_to_the_launcher(
     assert row("transformers").possible == possible
 
 
+def test_a_switch_that_the_shell_fills_in_is_on_or_not_given() -> None:
+    code = "import transformers\ntransformers.HfArgumentParser(transformers.TrainingArguments)\n"
+    write(run_sh="torchrun train.py --bf16 $BF16\n", train_py=code)
+    assert row("transformers").possible == ["bf16", "fp32"]
+
+
 def test_lightnings_word_for_64_bits_is_a_value_of_its_own() -> None:
     code = "from lightning import Trainer\nTrainer(precision='64-true' if a else '32-true')\n"
     write(run_sh="PL_TRAINER_PRECISION=bf16-mixed python train.py\n", train_py=code)
@@ -258,7 +264,7 @@ def test_the_page_of_a_computed_value_names_its_line_what_it_beats_and_what_to_w
     assert "  it beats mixed_precision: bf16  (accelerate.yaml, line 2)" in page
     assert "  it beats precision: bf16  (train.yaml, line 1)" in page
     assert '      Accelerator(mixed_precision="bf16")' in page
-    assert "  or: delete it there, so that accelerate.yaml decides" in page
+    assert "  or: delete the argument, so that accelerate.yaml decides" in page
     assert not any("everything asks" in line for line in page)
 
 

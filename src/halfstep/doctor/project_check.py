@@ -222,7 +222,7 @@ def _suggest_certain_value(row: Provenance, beaten: Sequence[FoundSetting]) -> s
     """Return what to write in the place of a computed value."""
     winner = row.winners[0]
     asked = compare_precision_settings(beaten).precision
-    named = asked if asked in list_precision_names() else "bf16"
+    target = asked if asked in list_precision_names() else "bf16"
     # `TrainingArguments(fp16=...)` becomes `bf16=True`.
     claim = next((claim for case in row.cases for claim in case if claim.says), None)
     ways = [
@@ -230,7 +230,8 @@ def _suggest_certain_value(row: Provenance, beaten: Sequence[FoundSetting]) -> s
     ]
     read = [s.place for s in row.overrode if s.claim and s.value != NOT_GIVEN and s.place != winner.place]
     if read and winner.kind != "environment":
-        ways.append(f"delete it there, so that {read[0]} decides")
+        named = "the argument" if winner.kind == "code" else winner.key
+        ways.append(f"delete {named}, so that {read[0]} decides")
     own = [s.where for s in beaten if s.kind in FILES_OF_SCRIPTS and s.claim and s.claim.says]
     if own and winner.kind == "code" and not winner.candidates:
         ways.append(f"pass the value of {own[0]}, and keep it in that file only")
