@@ -223,11 +223,8 @@ def _suggest_certain_value(row: Provenance, beaten: Sequence[FoundSetting]) -> s
     winner = row.winners[0]
     asked = compare_precision_settings(beaten).precision
     target = asked if asked in list_precision_names() else "bf16"
-    # `TrainingArguments(fp16=...)` becomes `bf16=True`.
-    claim = next((claim for case in row.cases for claim in case if claim.says), None)
-    ways = [
-        f"write the value itself in {winner.where}:\n    {format_setting_line(replace(winner, claim=claim), named)}"
-    ]
+    line = format_setting_line(_add_possible_claim(row), target)
+    ways = [f"write the value itself in {winner.where}:\n    {line}"]
     read = [s.place for s in row.overrode if s.claim and s.value != NOT_GIVEN and s.place != winner.place]
     if read and winner.kind != "environment":
         named = "the argument" if winner.kind == "code" else winner.key
