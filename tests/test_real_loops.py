@@ -44,6 +44,8 @@ QUICK = (
     "maml_inner_loop",
     "gnn_with_sparse_adjacency",
     "gradual_unfreezing",
+    "jit_load",
+    "jit_load_in_three_calls",
 )
 
 

@@ -125,8 +125,8 @@ def _is_copy(module: nn.Module, other: nn.Module) -> bool:
 
 def _wraps_module(module: nn.Module, other: nn.Module) -> bool:
     """Return whether a module has one child that is of the other's class and holds all of its parameters."""
-    inner = other._modules.get("_orig_mod") or other  # compiled
-    kinds = {type(other), type(inner), type(inner._modules.get("module"))}  # in DistributedDataParallel
+    inner = dict(other.named_children()).get("_orig_mod") or other  # compiled
+    kinds = {type(other), type(inner), type(dict(inner.named_children()).get("module"))}  # in DistributedDataParallel
     many = len(list(module.parameters()))
     return any(type(child) in kinds and len(list(child.parameters())) == many for child in module.children())
 
@@ -218,7 +218,9 @@ class IncludedObjects:
             check_no_lazy_modules(thing)
             check_no_optimizer_in_backward(thing, {})
             self._modules.append((thing, ParamTracker(thing, [])))
-            thing.register_forward_pre_hook(_ForwardHook(self.forward_begins))
+            # Those of torch.jit accept no hook: everything is saved after each update, as for a compiled module.
+            if not isinstance(thing, torch.jit.ScriptModule):
+                thing.register_forward_pre_hook(_ForwardHook(self.forward_begins))
         elif not has_state_dict(thing):
             raise WrongUse(
                 f"include({type(thing).__name__}), which a skip can neither hold nor roll back",

@@ -5,6 +5,7 @@ Observed precision, audits, replays and estimates are listeners of it, not furth
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -237,6 +238,7 @@ def run_unchanged(function: OpOverload, arguments: tuple[Any, ...], keywords: Ma
     return function(*arguments, **keywords)
 
 
+_EQUAL = torch.ops.aten.equal.default
 OUTSIDE = "(outside the model)"
 _NOWHERE = ModelPlace(OUTSIDE, False, ())
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -322,6 +324,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._run_operator(func, args, kwargs)
+        if func is _EQUAL and not isinstance(args[0], Tensor):
+            # The second run of a traced module under autocast compares numbers, which torch unwraps for a mode.
+            return args[0] == args[1]
         if self._opened or torch.is_inference_mode_enabled():
             # Below autograd some composite operations arrive undecomposed.
             with self._record_nested():
@@ -500,8 +505,15 @@ def list_compiled_modules(model: nn.Module) -> list[str]:
         for path, module in model.named_modules()
         if isinstance(module, dynamo.OptimizedModule)
         or getattr(module, "_compiled_call_impl", None) is not None
-        or hasattr(vars(module).get("forward", type(module).forward), "_torchdynamo_orig_callable")
+        or hasattr(_find_forward(module), "_torchdynamo_orig_callable")
     ]
+
+
+def _find_forward(module: nn.Module) -> Any:
+    """Return a module's own forward, or that of its class, as it is stored there."""
+    own = vars(module).get("forward")
+    # Not an attribute of the class: those of torch.jit have a descriptor that raises if it is read from the class.
+    return inspect.getattr_static(type(module), "forward", None) if own is None else own
 
 
 def has_compiled_code(model: nn.Module, loss_fn: Any = None) -> bool:

@@ -106,6 +106,8 @@ def island(target: Any, *paths: str) -> Any:
     """
     if not isinstance(target, nn.Module):
         return _wrap_function_in_fp32(target)
+    if isinstance(target, torch.jit.ScriptModule):
+        _check_can_convert(target)
     for module in [target.get_submodule(path) for path in paths] or [target]:
         restore_layers(module)
         _convert_to_island(module)

@@ -108,7 +108,8 @@ def _find_last_rule(path: str, rules: tuple[PolicyRule, ...]) -> int | None:
 
 
 def _check_patterns_match(model: nn.Module, rules: tuple[PolicyRule, ...], chosen: Mapping[str, int | None]) -> None:
-    counts = {at for path, at in chosen.items() if _is_layer(model.get_submodule(path))}
+    modules = dict(model.named_modules())  # those of torch.jit have no get_submodule()
+    counts = {at for path, at in chosen.items() if _is_layer(modules[path])}
     for at, rule in enumerate(rules):
         matched = [path for path in chosen if path and _find_last_rule(path, (rule,)) is not None]
         if matched and at in counts:

@@ -14,7 +14,7 @@ import numbers
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -52,11 +52,38 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _IMMUTABLE) or (numpy is not None and isinstance(value, numpy.generic))
 
 
+class ScriptedAttributes:
+    """The attributes and buffers of a torch.jit module, which are in C++, in the place of a dictionary."""
+
+    def __init__(self, module: Any) -> None:
+        self._script = module._c
+        self.buffers = frozenset(module._buffers.keys())
+        of_type = module._concrete_type.get_attributes()
+        own = [name for name, (_, is_parameter) in of_type.items() if not is_parameter and name not in _MODES]
+        # The type of an attribute never changes there, but for None of an optional one.
+        self.names = [name for name in own if is_plain(self._script.getattr(name))]
+
+    def copy(self) -> Names:
+        """Return the current values; tensors are the same objects each time."""
+        return {name: self._script.getattr(name) for name in self.names}
+
+    def put(self, name: str, value: Any) -> None:
+        """Bind an attribute to a value."""
+        self._script.setattr(name, value)
+
+
+_MODES = ("training", "_is_full_backward_hook")
+"""Attributes of every torch.jit module, which no forward pass writes."""
+
+
 class _KeptDictionary(NamedTuple):
     """One dictionary of a module, and how it is restored."""
 
-    names: Names
-    restore: Callable[[Names, Names], None]
+    names: Any
+    """A dictionary, or the ScriptedAttributes of a torch.jit module."""
+    restore: Callable[[Any, Names], None]
+    key: int
+    """The id of the dictionary; that of its buffers, for a torch.jit module."""
 
 
 class ModuleBindings:
@@ -84,7 +111,7 @@ class ModuleBindings:
 
     def remember(self) -> None:
         """Save the bindings, before the first micro-batch."""
-        self._saved = [names.copy() for names, _ in self._kept]
+        self._saved = [kept.names.copy() for kept in self._kept]
         self._containers = [
             (value, value.copy()) for names, own in self._whole for value in _list_containers(names, own)
         ]
@@ -96,24 +123,36 @@ class ModuleBindings:
             self._saved.append(kept.names.copy())
 
     def attribute_tensors(self) -> list[Tensor]:
-        """Return the tensors among plain attributes, quickly: each step asks for them."""
-        return [
+        """Return the tensors among plain attributes, quickly, after `remember`: each step asks for them."""
+        in_python = (value for names, own in self._attributes for value in islice(names.values(), own, None))
+        in_script = (
             value
-            for names, own in self._attributes
-            for value in islice(names.values(), own, None)
-            if isinstance(value, Tensor) and value.grad_fn is None
-        ]
+            for kept, saved in zip(self._kept, self._saved, strict=True)
+            if kept.restore is _restore_scripted
+            for value in saved.values()
+        )
+        return [v for v in chain(in_python, in_script) if isinstance(v, Tensor) and v.grad_fn is None]
 
     def before(self) -> dict[int, Names]:
         """Return the saved contents of each dictionary, by its id."""
-        return {id(names): saved for (names, _), saved in zip(self._kept, self._saved, strict=True)}
+        return {
+            kept.key: saved
+            if kept.restore is not _restore_scripted
+            else {name: value for name, value in saved.items() if name in kept.names.buffers}
+            for kept, saved in zip(self._kept, self._saved, strict=True)
+        }
 
     def restore(self) -> None:
         """Bind again what a window has rebound, added or removed."""
-        for (names, restore), before in zip(self._kept, self._saved, strict=True):
-            restore(names, before)
+        for kept, before in zip(self._kept, self._saved, strict=True):
+            kept.restore(kept.names, before)
         for container, before in self._containers:
             _refill_container(container, before)
+
+
+def list_tensor_attributes(module: nn.Module) -> Names:
+    """Return the attributes of a module, among them its tensors that are neither parameters nor buffers."""
+    return ScriptedAttributes(module).copy() if isinstance(module, torch.jit.ScriptModule) else module.__dict__
 
 
 def _count_torch_entries(module: nn.Module) -> int:
@@ -122,12 +161,27 @@ def _count_torch_entries(module: nn.Module) -> int:
 
 
 def _iterate_dictionaries(module: nn.Module, *, whole: bool) -> Iterator[_KeptDictionary]:
-    # Scripted modules keep theirs in C++; DistributedDataParallel keeps the state of its reducer.
-    if isinstance(module, (torch.jit.ScriptModule, DistributedDataParallel)):
+    # DistributedDataParallel keeps the state of its reducer.
+    if isinstance(module, DistributedDataParallel):
         return
-    yield _KeptDictionary(module.__dict__, _restore_all_attributes if whole else _restore_attributes)
-    yield _KeptDictionary(module._buffers, _restore_registry)
-    yield _KeptDictionary(module._parameters, _restore_parameters)
+    if isinstance(module, torch.jit.ScriptModule):
+        scripted = ScriptedAttributes(module)
+        if scripted.names:
+            yield _KeptDictionary(scripted, _restore_scripted, id(module._buffers))
+        return
+    for names, restore in (
+        (module.__dict__, _restore_all_attributes if whole else _restore_attributes),
+        (module._buffers, _restore_registry),
+        (module._parameters, _restore_parameters),
+    ):
+        yield _KeptDictionary(names, restore, id(names))
+
+
+def _restore_scripted(names: ScriptedAttributes, before: Names) -> None:
+    now = names.copy()
+    for name, value in before.items():
+        if now[name] is not value:
+            names.put(name, value)
 
 
 def _restore_attributes(names: Names, before: Names) -> None:

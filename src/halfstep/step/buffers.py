@@ -39,9 +39,14 @@ class Buffers:
         return set(self.registered())
 
 
+def find_buffer(slots: Slots, name: str) -> Tensor | None:
+    """Return the buffer that is registered under a name, or None."""
+    return slots[name] if name in slots else None  # noqa: SIM401 (those of torch.jit modules have no `get`)
+
+
 def put_buffer(slots: Slots, name: str, value: Tensor | None) -> None:
     """Copy into the registered tensor, which other code may hold; replace it by a copy if that is impossible."""
-    buffer = slots.get(name)
+    buffer = find_buffer(slots, name)
     try:
         if buffer is not None and value is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
             buffer.copy_(value)

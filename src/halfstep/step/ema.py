@@ -254,7 +254,8 @@ class Ema:
         except RuntimeError:  # expanded: several of its elements share one place in memory
             pass
         path, _, own = name.rpartition(".")
-        self._model.get_submodule(path)._buffers[own] = value.clone()  # its size has changed since
+        module = dict(self._model.named_modules())[path]  # those of torch.jit have no get_submodule()
+        module._buffers[own] = value.clone()  # its size has changed since
 
 
 def _clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

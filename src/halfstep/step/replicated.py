@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import WrongUse
+from halfstep.step.buffers import find_buffer
 from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
 from halfstep.step.sync import LossFunction, Synchronizer
@@ -293,7 +294,9 @@ class BroadcastBuffers:
     def send(self, ranks: Ranks) -> None:
         """Overwrite every rank's buffers with rank 0's."""
         if self._places:
-            broadcast_tensors_([_reuse_or_allocate(spare, some.get(name)) for some, name, spare in self._places], ranks)
+            broadcast_tensors_(
+                [_reuse_or_allocate(spare, find_buffer(some, name)) for some, name, spare in self._places], ranks
+            )
 
 
 def _reuse_or_allocate(spare: Tensor, buffer: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from halfstep.errors import WrongUse
 from halfstep.finding import Finding
 from halfstep.observe.reachable import iterate_tensor_leaves
 from halfstep.observe.recorder import identify_storage
-from halfstep.step.bindings import ModuleBindings, Names
+from halfstep.step.bindings import ModuleBindings, Names, list_tensor_attributes
 from halfstep.step.buffers import have_same_sparse_values
 from halfstep.step.memory import (
     SMALL,
@@ -179,8 +179,7 @@ class Rollback:
         included = {id(part) for module in self._included for part in module.modules()}
         seen: set[int] = set()
         for path, module in self._modules:
-            attributes = {} if isinstance(module, torch.jit.ScriptModule) else module.__dict__
-            for holder in (module._parameters, module._buffers, attributes):
+            for holder in (module._parameters, module._buffers, list_tensor_attributes(module)):
                 for key, tensor in holder.items():
                     if isinstance(tensor, Tensor) and id(tensor) not in seen and tensor.grad_fn is None:
                         seen.add(id(tensor))
@@ -309,7 +308,7 @@ class Rollback:
 
     def module_runs(self, module: nn.Module) -> None:
         """Cover a module that is about to run."""
-        if id(module) in self._known or isinstance(module, (torch.jit.ScriptModule, DistributedDataParallel)):
+        if id(module) in self._known or isinstance(module, DistributedDataParallel):
             return
         for part in module.modules():
             if id(part) not in self._known:

@@ -100,7 +100,8 @@ class _NarrowParameter(NamedTuple):
 class NarrowWeights:
     """The trained parameters of a model in bf16, and their updates in fp32.
 
-    Parameters of islands, normalization and recurrent layers stay in fp32: their kernels need it.
+    Parameters of islands, normalization and recurrent layers stay in fp32: their kernels need it. So do those of
+    torch.jit modules, which may be such layers.
     """
 
     def __init__(
@@ -364,7 +365,8 @@ def _list_wide_parameters(model: nn.Module) -> Iterator[Tensor]:
     for module in find_islands(model).values():
         yield from module.parameters()
     for module in model.modules():
-        if isinstance(module, (*NORM_LAYERS, nn.RNNBase)):
+        # Those of torch.jit may be such layers, and have no class of their own.
+        if isinstance(module, (*NORM_LAYERS, nn.RNNBase, torch.jit.ScriptModule)):
             yield from module.parameters()
 
 

@@ -334,8 +334,9 @@ def _find_local_negative_variance(model: nn.Module, held: HeldTensors, outcome: 
     beside = {path for path, _ in modules[len(list(model.modules())) :]}
     for path, module in modules:
         if path == culprit.module or path in beside:
+            buffers = dict(module.named_buffers(recurse=False))
             for name in _VARIANCES:
-                variance = module._buffers.get(name)
+                variance = buffers.get(name)
                 if variance is not None and bool((extract_local_tensor(variance) < 0).any()):
                     return f"{BUFFER}{path}.{name}" if path else f"{BUFFER}{name}"
     return ""

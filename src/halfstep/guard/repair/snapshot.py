@@ -75,9 +75,10 @@ class RollbackSnapshot:
             return None
         for name, parameter in model.named_parameters(remove_duplicate=False):
             parameter.copy_(self._weights[name])
+        modules = dict(model.named_modules())  # those of torch.jit have no get_submodule()
         for name, saved in self._buffers.items():
             path, _, own = name.rpartition(".")
-            put_buffer(model.get_submodule(path)._buffers, own, saved)
+            put_buffer(modules[path]._buffers, own, saved)
         return stepper.counts.applied
 
     def _try_restore(self) -> bool:

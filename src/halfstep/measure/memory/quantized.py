@@ -16,7 +16,7 @@ _INT8, _FOUR_BITS = "Int8Params", "Params4bit"
 def iterate_quantized_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers whose weight is one of bitsandbytes."""
     for module in model.modules():
-        if type(module._parameters.get("weight")).__name__ in (_INT8, _FOUR_BITS):
+        if type(dict(module.named_parameters(recurse=False)).get("weight")).__name__ in (_INT8, _FOUR_BITS):
             yield module
 
 

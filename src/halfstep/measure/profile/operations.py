@@ -305,13 +305,13 @@ def record_step_layers(model: nn.Module, step: Callable[[], object]) -> StepLaye
 
 def find_layer_channels(module: nn.Module) -> tuple[int, int] | None:
     """Return the in and out channels of a layer that is one matrix product over both; else None, as for groups."""
+    if not isinstance(module, (nn.Linear, _ConvNd)):
+        return None  # before anything is read from its class, where torch.jit has attributes that raise
     if "forward" in vars(module) or not type(module).forward.__module__.startswith("torch.nn."):
         return None  # a custom forward may compute anything
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    if isinstance(module, _ConvNd) and module.groups == 1:
-        return module.in_channels, module.out_channels
-    return None
+    return (module.in_channels, module.out_channels) if module.groups == 1 else None
 
 
 def group_misaligned_layers(
