@@ -7,6 +7,8 @@ import decimal
 import enum
 import fractions
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +34,11 @@ class Span(NamedTuple):
     last: Any
 
 
+@dataclass(frozen=True)
+class Statistics:
+    count: int
+
+
 BEFORE_AND_AFTER: dict[str, tuple[Any, Any]] = {
     "float64": (np.float64(0.5), np.float64(1.5)),
     "float32": (np.float32(0.5), np.float32(1.5)),
@@ -54,6 +61,11 @@ BEFORE_AND_AFTER: dict[str, tuple[Any, Any]] = {
     "tuple of them": ((Phase.WARM, np.int64(0)), (Phase.MAIN, np.int64(1))),
     "named tuple of them": (Span(np.int64(0), range(1)), Span(np.int64(1), range(2))),
     "another type": (0, np.int64(1)),
+    "frozen dataclass": (Statistics(0), Statistics(1)),
+    "path": (Path("a"), Path("b")),
+    "memory_format": (torch.contiguous_format, torch.channels_last),
+    "layout": (torch.strided, torch.sparse_coo),
+    "Ellipsis": (..., None),
 }
 
 

@@ -15,6 +15,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
+from pathlib import PurePath
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 Names: TypeAlias = dict[str, Any]
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Tensor)
-_IMMUTABLE = (
+_IMMUTABLE: tuple[type, ...] = (
     numbers.Number,  # Fraction, Decimal, the numbers of NumPy
     enum.Enum,
     range,
@@ -33,6 +34,10 @@ _IMMUTABLE = (
     datetime.date,
     datetime.time,
     datetime.timedelta,
+    PurePath,
+    torch.layout,
+    torch.memory_format,
+    type(...),
 )
 """Further types of values that cannot change: binding one again restores it."""
 _STANDARD = list(nn.Module().__dict__)
@@ -49,7 +54,16 @@ def is_plain(value: Any) -> bool:
         return all(map(is_plain, value))
     # Not imported here: without NumPy, no value is one of its scalars, such as `numpy.bool_`, which is no Number.
     numpy = sys.modules.get("numpy")
-    return isinstance(value, _IMMUTABLE) or (numpy is not None and isinstance(value, numpy.generic))
+    return (
+        isinstance(value, _IMMUTABLE)
+        or (numpy is not None and isinstance(value, numpy.generic))
+        or _is_frozen_dataclass(value)
+    )
+
+
+def _is_frozen_dataclass(value: Any) -> bool:
+    params = getattr(type(value), "__dataclass_params__", None)
+    return params is not None and bool(params.frozen)
 
 
 class ScriptedAttributes:
