@@ -11,11 +11,11 @@ from __future__ import annotations
 import datetime
 import enum
 import numbers
+import os
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
-from pathlib import PurePath
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,7 +34,7 @@ _IMMUTABLE: tuple[type, ...] = (
     datetime.date,
     datetime.time,
     datetime.timedelta,
-    PurePath,
+    os.PathLike,
     torch.layout,
     torch.memory_format,
     type(...),
@@ -72,10 +72,16 @@ class ScriptedAttributes:
     def __init__(self, module: Any) -> None:
         self._script = module._c
         self.buffers = frozenset(module._buffers.keys())
-        of_type = module._concrete_type.get_attributes()
+        # A frozen module has constants instead of attributes, and nothing that lists those which it keeps.
+        kind = vars(module).get("_concrete_type") or getattr(
+            vars(module).get("_actual_script_module"), "_concrete_type", None
+        )
+        of_type = {} if kind is None else kind.get_attributes()
         own = [name for name, (_, is_parameter) in of_type.items() if not is_parameter and name not in _MODES]
         # The type of an attribute never changes there, but for None of an optional one.
         self.names = [name for name in own if is_plain(self._script.getattr(name))]
+        self.attributes = [name for name in self.names if name not in self.buffers]
+        """The names of those that are no buffers."""
 
     def copy(self) -> Names:
         """Return the current values; tensors are the same objects each time."""
@@ -109,6 +115,8 @@ class ModuleBindings:
         self._containers: list[tuple[Any, Any]] = []
         self._attributes: list[tuple[Names, int]] = []
         """The attributes of each module, with the number of torch's own entries in front."""
+        self._scripted: list[int] = []
+        """The places of torch.jit modules in `_kept`."""
         self._whole: list[tuple[Names, int]] = []
         """The same of modules whose lists, dicts and sets are restored."""
 
@@ -117,11 +125,13 @@ class ModuleBindings:
         included = {id(part): part for module in whole for part in module.modules()}
         self._whole = [(part.__dict__, _count_torch_entries(part)) for part in included.values()]
         followed = list(modules)
-        self._attributes = [(module.__dict__, _count_torch_entries(module)) for module in followed]
+        in_python = [module for module in followed if not isinstance(module, torch.jit.ScriptModule)]
+        self._attributes = [(module.__dict__, _count_torch_entries(module)) for module in in_python]
         self._kept = [
             kept for module in followed for kept in _iterate_dictionaries(module, whole=id(module) in included)
         ]
         self._saved = []
+        self._scripted = [place for place, kept in enumerate(self._kept) if kept.restore is _restore_scripted]
 
     def remember(self) -> None:
         """Save the bindings, before the first micro-batch."""
@@ -133,19 +143,23 @@ class ModuleBindings:
     def add(self, module: nn.Module) -> None:
         """Save the bindings of one more module in an open window, before it runs."""
         for kept in _iterate_dictionaries(module, whole=False):
+            if kept.restore is _restore_scripted:
+                self._scripted.append(len(self._kept))
             self._kept.append(kept)
             self._saved.append(kept.names.copy())
 
     def attribute_tensors(self) -> list[Tensor]:
         """Return the tensors among plain attributes, quickly, after `remember`: each step asks for them."""
-        in_python = (value for names, own in self._attributes for value in islice(names.values(), own, None))
-        in_script = (
+        found = [
             value
-            for kept, saved in zip(self._kept, self._saved, strict=True)
-            if kept.restore is _restore_scripted
-            for value in saved.values()
-        )
-        return [v for v in chain(in_python, in_script) if isinstance(v, Tensor) and v.grad_fn is None]
+            for names, own in self._attributes
+            for value in islice(names.values(), own, None)
+            if isinstance(value, Tensor) and value.grad_fn is None
+        ]
+        for place in self._scripted:
+            attributes = (self._saved[place][name] for name in self._kept[place].names.attributes)
+            found += [value for value in attributes if isinstance(value, Tensor) and value.grad_fn is None]
+        return found
 
     def before(self) -> dict[int, Names]:
         """Return the saved contents of each dictionary, by its id."""
