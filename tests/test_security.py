@@ -42,6 +42,8 @@ ALLOWED = {
     # Safetensors and GGUF files only, without remote code; from the hub only with --download.
     "data/gguf_base.py": {"AutoModelForCausalLM.from_pretrained", "AutoTokenizer.from_pretrained"},
     "tasks/models/text/building.py": {"AutoConfig.from_pretrained", "AutoModelForCausalLM.from_pretrained"},
+    # A folder that an export has written, without remote code.
+    "tasks/models/text/tokenizer_files.py": {"AutoTokenizer.from_pretrained"},
     # Local folders of safetensors only.
     "tasks/models/latent/pretrained.py": {"kind.from_pretrained"},
     # Processes of our own, which speak JSON lines, or pickle between parent and child.
