@@ -189,6 +189,7 @@ def nothing_is_left(where: Place) -> None:
     assert nested == 1, str(where)
 
 
+@pytest.mark.timeout(3600)  # with --full, thousands of steps
 @pytest.mark.parametrize("form", ["function", "three calls"])
 @pytest.mark.parametrize("kind", ["first", "later"])
 def test_ctrl_c_at_any_bytecode(form: str, kind: str, request: pytest.FixtureRequest) -> None:

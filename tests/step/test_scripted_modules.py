@@ -67,11 +67,18 @@ def part_of(kind: Callable[[], Any]) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), kind(), nn.ReLU(), nn.Linear(8, 1))
 
 
+def optimized() -> nn.Module:
+    """Without attributes: they are constants."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+    return torch.jit.optimize_for_inference(torch.jit.script(layers))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "script": lambda: part_of(lambda: torch.jit.script(Part())),
     "trace": lambda: part_of(traced),
     "load": lambda: part_of(loaded),
     "frozen": lambda: part_of(frozen),
+    "optimized": lambda: part_of(optimized),
     "whole": lambda: torch.jit.script(part_of(Part)),
 }
 every_kind = pytest.mark.parametrize("kind", list(MODELS))

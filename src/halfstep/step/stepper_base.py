@@ -372,7 +372,8 @@ class StepperBase:
                 "evaluating(ema=True) without an average", allowed="an Ema", do="Stepper(..., ema=Ema(model))"
             )
         # Each module's own: `model.train()` afterwards would undo eval modes of the user, as for a frozen BatchNorm.
-        modes = [(module, module.training) for module in self.model.modules()]
+        # A module that torch.jit has frozen has none.
+        modes = [(module, module.training) for module in self.model.modules() if hasattr(module, "training")]
         with ExitStack() as active:
             if ema and self.ema is not None:
                 active.enter_context(self.ema.in_place())
