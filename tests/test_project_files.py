@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 import yaml
 
 import halfstep
@@ -121,11 +121,11 @@ def test_classifiers_and_floors_are_what_was_tested() -> None:
     torches = {minor(row["torch"]) for row in ENVIRONMENTS if row.get("tests_passed")}
     named = {line.rpartition(" :: ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line}
     assert named == pythons
-    allowed = {f"Python 3.{number}" for number in range(10, 15)} | {f"torch 2.{number}" for number in range(10, 16)}
+    allowed = {f"Python 3.{number}" for number in range(11, 15)} | {f"torch 2.{number}" for number in range(10, 16)}
     tested = {f"Python {one}" for one in pythons} | {f"torch {one}" for one in torches}
     untested = re.search(r"^Untested, though nothing forbids them: (.*)\.$", VERSIONING, flags=re.MULTILINE)
     assert set(untested[1].split(", ") if untested else []) == allowed - tested - {f"torch {minor(pinned_torch())}"}
-    assert (PROJECT["requires-python"], "torch>=2.10" in PROJECT["dependencies"]) == (">=3.10", True)
+    assert (PROJECT["requires-python"], "torch>=2.10" in PROJECT["dependencies"]) == (">=3.11", True)
 
 
 def pinned_torch() -> str:

@@ -1,6 +1,6 @@
 """The versions of halfstep and of installed packages."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def find_package_version(package: str) -> str | None:

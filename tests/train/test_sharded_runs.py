@@ -19,7 +19,9 @@ from halfstep.checkpoint.paths import list_generations
 from halfstep.checkpoint.reading import read_rank_state
 from halfstep.checkpoint.sealed import read_manifest
 from halfstep.errors import HalfstepError
+from halfstep.journal import table
 from halfstep.journal.events import Journal
+from halfstep.journal.text import describe_precision
 from halfstep.precision.precision import PRECISIONS
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolve_run_recipe
@@ -163,6 +165,15 @@ def test_weights_are_gathered_as_autocast_would_cast_them(world: Any, tmp_path: 
         found = world(2, fit, str(tmp_path / mode), mode, more)
         assert found[0]["steps"] == 6, found
     assert weights(tmp_path / "fsdp") == weights(tmp_path / "ddp")
+    # The first line and the journal name the formats of each group.
+    (whole,), (start,) = (events(tmp_path / mode / "run", "start") for mode in ("ddp", "fsdp"))
+    assert whole["shards"] is None
+    assert "shards" not in describe_precision(whole)
+    assert {group["reduced"] for group in start["shards"]["groups"]} == {"fp32"}
+    gathered = {group["group"]: group["gathered"] for group in start["shards"]["groups"]}
+    assert sorted(map(tuple, gathered.values())) == [("bf16",), ("bf16",), ("fp32",)], gathered
+    for line in (describe_precision(start), table.describe_precision(start)):
+        assert line.endswith("; shards gathered in bf16 and fp32, summed in fp32")
 
 
 def fit_otherwise(rank: int, folder: str, key: str) -> dict[str, Any]:
@@ -221,6 +232,8 @@ def test_a_sum_in_bf16_is_measured_and_noted(world: Any, tmp_path: Path) -> None
     # Measuring changes nothing of the run.
     assert weights(tmp_path / "1") == weights(tmp_path / str(2**40))
     said = [one["text"] for one in events(tmp_path / "1" / "run", "note") if "summed in bf16" in one["text"]]
+    groups = events(tmp_path / "1" / "run", "start")[0]["shards"]["groups"]
+    assert {group["reduced"] for group in groups} == {"bf16"}
     [size] = [float(text.split("bf16 are ")[1].split("%")[0]) for text in said]
     assert 0.0 < size < 1.0, said
 

@@ -21,6 +21,7 @@ from torchao.float8.float8_training_tensor import (
 from torchao.float8.float8_utils import amax_to_scale
 
 from halfstep.precision.float8_layers import Float8Layer
+from halfstep.step.shard_formats import read_param_policy
 
 Largest = Callable[[Tensor], Tensor]
 """The largest numbers over all ranks, of a tensor with those of this rank."""
@@ -75,7 +76,7 @@ class _Float8WeightShard:
 
     def _shard_in_param_dtype(self) -> Tensor:
         shard: Tensor = self.param._sharded_param_data.view(self.param.padded_sharded_param_size)
-        return shard.to(self._group.mp_policy.param_dtype or shard.dtype)
+        return shard.to(read_param_policy(self._group, self.param).param_dtype or shard.dtype)
 
     def size(self) -> torch.Size:
         padded: torch.Size = self.param.padded_sharded_param_size

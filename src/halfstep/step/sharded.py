@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -20,10 +20,15 @@ from halfstep import distributed
 from halfstep.errors import WrongUse, format_error_line
 from halfstep.finding import Finding
 from halfstep.precision.converted import find_converted_layers
-from halfstep.precision.island import find_islands
 from halfstep.precision.names import FP8
 from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
+from halfstep.step.shard_formats import (
+    build_unasked_reduction_findings,
+    iterate_param_groups,
+    keep_islands_wide,
+    list_shard_formats,
+)
 from halfstep.step.sync import LossFunction, Synchronizer
 
 PATIENCE = 4.0
@@ -142,8 +147,9 @@ class ShardedSynchronizer(Synchronizer):
                 allowed="every trainable parameter in fully_shard, which synchronizes its parameters",
                 do="fully_shard(model) without ignored_params, or freeze them",
             )
-        self._groups = list(_iterate_param_groups(self.model))
-        _keep_islands_wide(self.model)
+        self._groups = list(iterate_param_groups(self.model))
+        keep_islands_wide(self.model)
+        self.shard_formats = list_shard_formats(self.model)
         for group in self._groups:
             group._all_gather_comm = _CountedGather(_unwrap_comm(group._all_gather_comm), self._traffic)
             group._reduce_scatter_comm = _CountedReduceScatter(_unwrap_comm(group._reduce_scatter_comm), self._traffic)
@@ -156,6 +162,7 @@ class ShardedSynchronizer(Synchronizer):
         self._scale_weights = fp8.precompute_float8_dynamic_scale_for_fsdp if fp8 and gathers_fp8 else None
         """Computes the scales of weights that are gathered in fp8, with one collective instead of one in each gather.
         """
+        self.findings = build_unasked_reduction_findings(self.shard_formats)
         if FP8 in find_converted_layers(self.model).values():
             self._gather_in_fp8()
 
@@ -166,7 +173,7 @@ class ShardedSynchronizer(Synchronizer):
             weights = gather_in_fp8(self._groups, self._ranks.largest)
         except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:
             # Private classes of torch and torchao. In bf16 the products have the same bits.
-            self.findings = (_build_bf16_gather_finding(error),)
+            self.findings = (*self.findings, _build_bf16_gather_finding(error))
             return
         self._scale_weights = lambda _: compute_float8_scales(weights, self._ranks.largest)
 
@@ -287,9 +294,10 @@ class ShardedSynchronizer(Synchronizer):
         """Reshard the parameters, and drop all gradients that FSDP2 holds."""
         _reset_fsdp_state(self.model)
         for group in self._groups:
-            # FSDP2 keeps gradients in three places, and each would be added to the next window.
+            # FSDP2 keeps gradients in several places, and each would be added to the next window.
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(parameter):  # before torch 2.15
+                    parameter.unsharded_accumulated_grad = None
                 parameter.sharded_param.grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
@@ -332,52 +340,8 @@ def reshard_gathered_parameters(model: nn.Module) -> None:
     """Reshard parameters that a forward pass outside of a step left gathered."""
     module = sys.modules.get("torch.distributed.fsdp")
     under_fsdp2 = module is not None and isinstance(model, module.FSDPModule)
-    if under_fsdp2 and not all(group.is_sharded for group in _iterate_param_groups(model)):
+    if under_fsdp2 and not all(group.is_sharded for group in iterate_param_groups(model)):
         _reset_fsdp_state(model)
-
-
-def _iterate_param_groups(model: Any) -> Iterator[Any]:
-    for state in _list_fsdp_states(model):
-        yield from _list_state_groups(state)
-
-
-def _list_fsdp_states(model: Any) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule  # slow to load, and loaded already where it is needed
-
-    sharded: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    states = [module._get_fsdp_state() for module in sharded]
-    return list({id(state): state for state in states}.values())
-
-
-def _list_state_groups(state: Any) -> list[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-
-
-def _keep_islands_wide(model: Any) -> None:
-    """Make FSDP2 gather the weights of islands as they are stored, not in its 16-bit `param_dtype`."""
-    for path, module in find_islands(model).items():
-        inside = set(module.modules())
-        for state in _list_fsdp_states(model):
-            for group in _list_state_groups(state):
-                if _narrows_island(group, module):
-                    # FSDP2 fixes the policy in its first forward, and a group has one policy for all of its modules.
-                    if state._is_root is not None or not inside.issuperset(group.modules):
-                        raise WrongUse(
-                            f"the island {path!r} in a shard that FSDP2 gathers in {group.mp_policy.param_dtype}",
-                            allowed="an island that is sharded by itself, before its first forward pass",
-                            do=f"fully_shard(model.{path}, mp_policy=MixedPrecisionPolicy()) before fully_shard(model)",
-                        )
-                    group.mp_policy = state._mp_policy = replace(group.mp_policy, param_dtype=None)
-
-
-def _narrows_island(group: Any, island: nn.Module) -> bool:
-    """Return whether this group holds weights of an island and gathers them in fewer bits than they are stored in."""
-    narrow = group.mp_policy.param_dtype
-    held = {id(p.sharded_param) for p in group.fsdp_params}
-    return any(id(p) in held and narrow not in (None, p.dtype) for p in island.parameters())
 
 
 def _unwrap_comm(comm: Any) -> Any:
