@@ -19,7 +19,7 @@ from halfstep.terminal import create_console, display_progress, print_plain_text
 
 if TYPE_CHECKING:
     from halfstep.data.check.page import DataReport
-    from halfstep.data.shard_index import ShardIndex
+    from halfstep.data.shard_index import ShardIndex, ShardSet
 
 GROUP = "Run"
 RECIPE_SUFFIXES = (".yaml", ".yml")
@@ -231,7 +231,15 @@ def _index_shards(source: str, json: bool) -> None:
             allowed="a folder of shards that this user can write to",
             do="ask its owner to index it; until then, each machine keeps an index in its cache",
         ) from error
+    _warn_of_unread(shards, str(shards.root))
     _show_index(path, index, path.stat().st_size, json)
+
+
+def _warn_of_unread(shards: ShardSet, where: str) -> None:
+    from halfstep.data.shard_scan import describe_unread_files
+
+    if text := describe_unread_files(shards.unread, where):
+        create_console(stderr=True).print(text, soft_wrap=True)
 
 
 def _index_store_shards(source: str, json: bool) -> None:
@@ -248,6 +256,7 @@ def _index_store_shards(source: str, json: bool) -> None:
         f"{format_counted_noun(len(shards.names), 'shard')} in {shards.store.address}: {reads:,} range reads of "
         f"{size:,} bytes"
     )
+    _warn_of_unread(shards, str(shards.store.address))
     create_console(stderr=True).print(f"{cost}, and a write; interrupted, the same command continues", soft_wrap=True)
     with shards.store.probing():  # before everything is read for nothing
         pass

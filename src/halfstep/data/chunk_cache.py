@@ -48,6 +48,13 @@ class ChunkCache:
             return os.path.exists(self.folder / name)
         return True
 
+    def is_recent(self, name: str, seconds: float) -> bool:
+        """Return whether a chunk is there that was added within so many seconds."""
+        try:
+            return time.time() - os.stat(self.folder / name).st_mtime < seconds
+        except OSError:
+            return False
+
     def keep(self, name: str, content: bytes) -> None:
         """Add a chunk, and remove the oldest ones that it has no room with; raise StorageFailed if it has none."""
         try:
@@ -64,6 +71,17 @@ class ChunkCache:
                 os.replace(draft, self.folder / name)
         except OSError as error:
             raise self.failed(error.strerror or type(error).__name__) from None
+
+    def remove(self, name: str, handle: int) -> None:
+        """Remove a damaged chunk that was opened, unless another process has replaced it already."""
+        path = self.folder / name
+        with suppress(OSError):  # a cache that this user may read alone: the chunk is read from the store each time
+            if os.fstat(handle).st_ino != path.stat().st_ino:
+                return
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
 
     def room(self) -> int:
         """Return the bytes that the cache can have: the limit, or what the disk allows."""

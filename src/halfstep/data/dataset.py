@@ -313,7 +313,7 @@ class RankShare:
     rank: int = 0
     size: int = 1
     neighboring: bool = False
-    """Whether the slots of all micro-batches of a rank are neighbors; otherwise those of all ranks are."""
+    """Whether the slots of a rank are neighbors, over all micro-batches of a step, and in an evaluation."""
 
     @property
     def window(self) -> int:
@@ -339,8 +339,10 @@ class RankShare:
 
     def once(self, samples: int) -> Iterator[list[int]]:
         """Yield batches with every sample exactly once over all ranks, for evaluation; the last may be short."""
-        # Strided, so that the ranks differ by at most one sample.
+        # In both cases, ranks differ by at most one sample.
         mine = range(self.rank, samples, self.size)
+        if self.neighboring:
+            mine = range(samples * self.rank // self.size, samples * (self.rank + 1) // self.size)
         for start in range(0, len(mine), self.batch_size):
             yield list(mine[start : start + self.batch_size])
 

@@ -10,21 +10,49 @@ from typing import Any, overload
 
 import numpy as np
 
+from halfstep.data.file_bytes import FileBytes
 from halfstep.data.shard_index import PLACE, ShardIndex
+from halfstep.errors import StorageFailed
 from halfstep.files import find_cache_folder, replace_file_unflushed
 
 EVERY = 4096
 """Samples per count."""
 _SEAL = 16
 """Bytes of the digest at the end of a kept share."""
+Bits = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class ShareBits:
+    """A bit for each sample, in a file or in memory; those after the last sample are on neither side."""
+
+    def __init__(self, content: FileBytes | bytes) -> None:
+        self._read = content.read if isinstance(content, FileBytes) else lambda at, size: content[at : at + size]
+        self._content = content
+        self.size = (content.size if isinstance(content, FileBytes) else len(content)) - _SEAL
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ShareBits, (self._content,)
+
+    def block(self, number: int) -> Bits:
+        """Return the bits of a block of `EVERY` samples, a number for each."""
+        return np.unpackbits(np.frombuffer(self._read(number * EVERY // 8, EVERY // 8), np.uint8), bitorder="little")
+
+    @property
+    def packed(self) -> Bits:
+        """All of them, eight in a byte."""
+        return np.frombuffer(self._read(0, self.size), np.uint8)
+
+    @property
+    def seal(self) -> bytes:
+        """The digest at the end of the file."""
+        return self._read(self.size, _SEAL)
 
 
 class SampleNumbers(Sequence[int]):
     """The numbers of the samples on one side of a share, in order."""
 
-    def __init__(self, bits: np.ndarray[Any, Any], counts: np.ndarray[Any, Any], samples: int, held_out: bool) -> None:
+    def __init__(self, bits: ShareBits, counts: np.ndarray[Any, Any], samples: int, held_out: bool) -> None:
         self._bits, self._held_out, self.samples = bits, held_out, samples
-        """A bit for each sample; those after the last are on neither side."""
         starts = np.minimum(np.arange(len(counts), dtype=np.int64) * EVERY, samples)
         self._counts = counts if held_out else starts - counts
         """The samples of this side before each block, and all of them at the end."""
@@ -43,15 +71,17 @@ class SampleNumbers(Sequence[int]):
         if not 0 <= number < len(self):
             raise IndexError(number)
         block = int(self._counts.searchsorted(number, "right")) - 1
-        bits = np.unpackbits(self._bits[block * EVERY // 8 : (block + 1) * EVERY // 8], bitorder="little")
+        bits = self._bits.block(block)
         found = np.flatnonzero(bits if self._held_out else bits == 0)
         return block * EVERY + int(found[number - int(self._counts[block])])
 
     def index(self, value: int, start: int = 0, stop: int | None = None) -> int:
         """Return the place of a sample; raise ValueError if it is on the other side."""
         block, place = divmod(value, EVERY)
-        bits = np.unpackbits(self._bits[block * EVERY // 8 : (block + 1) * EVERY // 8], bitorder="little")
-        if not 0 <= value < self.samples or bool(bits[place]) != self._held_out:
+        if not 0 <= value < self.samples:
+            raise ValueError(value)
+        bits = self._bits.block(block)
+        if bool(bits[place]) != self._held_out:
             raise ValueError(value)
         before = int(bits[:place].sum())
         return int(self._counts[block]) + (before if self._held_out else place - before)
@@ -60,7 +90,7 @@ class SampleNumbers(Sequence[int]):
     def digest(self) -> str:
         """Digits that stand for the share and the side."""
         found = blake2b(bytes([self._held_out]), digest_size=8)
-        found.update(self._bits.data)
+        found.update(self._bits.packed)  # type: ignore[arg-type]
         return found.hexdigest()
 
 
@@ -76,13 +106,14 @@ def split_index_samples(
     kept.append(find_cache_folder() / "shards" / f"{index.seal[:32]}.{name}")
     bits = next((found for path in kept if (found := _read_share_bits(path, index, share)) is not None), None)
     if bits is None:
-        bits = _select_held_out(index, share, exact_place)
+        chosen = _select_held_out(index, share, exact_place)
+        bits = ShareBits(chosen.tobytes() + _compute_share_seal(index, share, chosen))
         for path in kept:
             with suppress(OSError):
                 with replace_file_unflushed(path) as draft:
-                    draft.write_bytes(bits.tobytes() + _compute_share_seal(index, share, bits))
+                    draft.write_bytes(bits.packed.tobytes() + bits.seal)
                 break
-    ones = np.add.reduceat(_ONES[bits], np.arange(0, len(bits), EVERY // 8), dtype=np.int64)
+    ones = np.add.reduceat(_ONES[bits.packed], np.arange(0, bits.size, EVERY // 8), dtype=np.int64)
     counts = np.concatenate([[0], np.cumsum(ones)])
     return SampleNumbers(bits, counts, len(index), held_out=False), SampleNumbers(
         bits, counts, len(index), held_out=True
@@ -92,7 +123,7 @@ def split_index_samples(
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1).astype(np.uint16)
 
 
-def _select_held_out(index: ShardIndex, share: float, exact_place: Callable[[int], float]) -> np.ndarray[Any, Any]:
+def _select_held_out(index: ShardIndex, share: float, exact_place: Callable[[int], float]) -> Bits:
     bits = np.zeros(-(-len(index) // EVERY) * EVERY // 8, np.uint8)
     threshold, count = int(share * 2**32), 0
     for shard in range(len(index.names)):
@@ -114,15 +145,14 @@ def _select_held_out(index: ShardIndex, share: float, exact_place: Callable[[int
     return bits
 
 
-def _compute_share_seal(index: ShardIndex, share: float, bits: np.ndarray[Any, Any]) -> bytes:
+def _compute_share_seal(index: ShardIndex, share: float, bits: Bits) -> bytes:
     return blake2b(bits.data, digest_size=_SEAL, key=f"{index.seal[:32]} {share!r}".encode()).digest()
 
 
-def _read_share_bits(path: Path, index: ShardIndex, share: float) -> np.ndarray[Any, Any] | None:
-    """Return the bits of a share, mapped; None if they are missing, damaged, or of another index or share."""
-    try:
-        content = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError):
-        return None
-    bits, seal = content[:-_SEAL], content[-_SEAL:].tobytes()
-    return bits if seal == _compute_share_seal(index, share, bits) else None
+def _read_share_bits(path: Path, index: ShardIndex, share: float) -> ShareBits | None:
+    """Return the bits of a share; None if they are missing, damaged, or of another index or share."""
+    with suppress(OSError, StorageFailed):
+        bits = ShareBits(FileBytes(path, "the share for validation"))
+        if bits.size == -(-len(index) // EVERY) * EVERY // 8:
+            return bits if bits.seal == _compute_share_seal(index, share, bits.packed) else None
+    return None

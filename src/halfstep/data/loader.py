@@ -130,8 +130,10 @@ class ValLoader:
         rank: int = 0,
         size: int = 1,
         timeout: float = 0.0,
+        neighboring: bool = False,
     ) -> None:
-        self.samples, self.share, self.timeout = samples, RankShare(batch_size, 1, rank, size), timeout
+        self.samples, self.timeout = samples, timeout
+        self.share = RankShare(batch_size, 1, rank, size, neighboring)
         self.while_waiting: Callable[[], None] = lambda: None
         """Called every second in which the workers have no batch; may raise."""
         self.given_up: GivenUp = _ignore_slow_sample

@@ -25,6 +25,7 @@ from halfstep.data.dataset import Order, RankShare, derive_seed
 FEW = 65_536
 """Numbers below which a permutation is drawn: the network is uniform on many numbers only."""
 MOST_LANES = 64
+"""Lanes of an order without a number of them: those of earlier versions."""
 WELL_MIXED = 16
 """Open chunks for each sample of a step with which a set that is sorted by class is mixed well."""
 _ROUNDS = 6
@@ -41,11 +42,13 @@ class SavedOrder:
     """Samples of a chunk."""
     window: int = 0
     """Chunks that are open at once, over all lanes."""
+    lanes: int = 0
+    """Lanes of windows; 0 for the rule of earlier versions, whose checkpoints have no number."""
 
     def of(self, size: int, seed: int, batch: int) -> Order:
         """Return the order of so many samples, `batch` in each step."""
         if self.name == "windows":
-            return WindowOrder(size, seed, batch, self.chunk, self.window)
+            return WindowOrder(size, seed, batch, self.chunk, self.window, self.lanes)
         return FeistelOrder(size, seed) if self.name == "feistel" else Order(size, seed)
 
 
@@ -117,17 +120,23 @@ class FeistelOrder(Order):
 # -- windows ----------------------------------------------------------------------------------------------------------
 
 
+def choose_usual_lanes(size: int, batch: int, chunk: int, window: int) -> int:
+    """Return the lanes of an order that does not have a number of them."""
+    lanes = math.gcd(MOST_LANES, batch)
+    while lanes > 1 and (lanes > window or size < lanes * chunk):
+        lanes //= 2
+    return lanes
+
+
 class WindowOrder(Order):
     """Windows of chunks: `chunk` samples in each, and about `window` of them open at once over all lanes."""
 
     has_lanes = True
 
-    def __init__(self, size: int, seed: int, batch: int, chunk: int, window: int) -> None:
+    def __init__(self, size: int, seed: int, batch: int, chunk: int, window: int, lanes: int = 0) -> None:
         super().__init__(size, seed)
         self.batch, self.chunk = batch, chunk
-        self.lanes = math.gcd(MOST_LANES, batch)
-        while self.lanes > 1 and (self.lanes > window or size < self.lanes * chunk):
-            self.lanes //= 2
+        self.lanes = math.gcd(lanes, batch) if lanes else choose_usual_lanes(size, batch, chunk, window)
         self.open = max(1, window // self.lanes)
         """Chunks that a lane has open at once."""
         self.by_run = Permutation(size // chunk, derive_seed(seed, "chunks"))

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from halfstep.data.file_bytes import READ
 from halfstep.data.file_state import FileState
 from halfstep.errors import BadSample
 
-READ = os.O_RDONLY | getattr(os, "O_BINARY", 0)
 NEAR = 4096
 """Bytes between parts, such as tar headers, that are read along with them."""
 AT_ONCE = 4

@@ -1,4 +1,4 @@
-"""An index of shards: one sealed file that is memory-mapped, with a few numbers for each sample and no object.
+"""An index of shards: one sealed file that is read by offset, with a few numbers for each sample and no object.
 
 The file has the rows of each shard as columns, with a digest for each page of rows; a table of the shards; their names;
 and a footer. The seal is the digest of table and names. The table has a digest of each shard's page digests, so that
@@ -8,9 +8,10 @@ checked when the file is opened, a page when one of its rows is first used. Impo
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
 import shutil
+import stat
 import struct
 import tempfile
 import threading
@@ -18,11 +19,11 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from hashlib import blake2b, sha256
 from itertools import islice
 from pathlib import Path
@@ -30,25 +31,47 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from halfstep.data.file_bytes import FileBytes
+from halfstep.data.file_lock import lock_path
 from halfstep.data.file_state import FileState
-from halfstep.data.shard_scan import LARGEST_LABEL, NONE, Column, ShardRows, scan_shard
-from halfstep.data.tar_members import BLOCK
-from halfstep.errors import BadData
+from halfstep.data.image_files import MOST_BYTES
+from halfstep.data.node_share import ask_once_per_node
+from halfstep.data.shard_scan import (
+    LARGEST_LABEL,
+    LONGEST_LABEL,
+    MASK_PERSON,
+    NONE,
+    PARQUET,
+    Column,
+    ShardRows,
+    has_sample_after,
+    parse_padded_label,
+    scan_shard,
+)
+from halfstep.data.tar_members import BLOCK, DamagedTar, TarReader, compute_bytes_digest, open_tar
+from halfstep.data.tar_members import FEW as FEW_BYTES
+from halfstep.errors import BadData, StorageFailed
 from halfstep.files import find_cache_folder, find_draft_target, replace_file, replace_file_unflushed
 from halfstep.status_line import OnProgress
 
 PAGE = 512
 """Rows that are sealed and verified together."""
+IN_MEMORY = 2**24
+"""Bytes of an index that is read into memory as a whole; 600,000 samples have a larger one."""
 _FEW = 16
 """Samples below which NumPy takes as long as Python."""
+_COMPARED, _MOST_COMPARED = 4, 64
+"""Samples of a shard, and shards, that are compared with an index which is older than they are."""
 MOST_THREADS = 8
 SUFFIX = ".index"
+KEEP_DRAFT = 3600
+"""Seconds without a write after which a draft is removed: a process of another machine may be writing it."""
 KEEP = 30 * 86_400
 """Seconds after which an index in the cache, or the part of an interrupted scan, is removed unless it is used."""
 _VERSION = 1
 _MAGIC = b"halfstep index 1"
 _FOOTER = struct.Struct("<QQQQ32s16s")
-_DIGEST = struct.Struct("<Q")
+_WORD, _LABEL, _DIGEST = (struct.Struct(f"<{code}") for code in "IiQ")
 _SEAL = 16
 """Bytes of a digest within the file; the footer has 32."""
 _TABLE = np.dtype(
@@ -90,12 +113,6 @@ def _list_columns(kinds: int) -> tuple[tuple[struct.Struct, int], ...]:
     return tuple((one, sum(before.size for before in found[:number])) for number, one in enumerate(found))
 
 
-@lru_cache(4096)
-def _build_row_struct(codes: str, rows: int) -> struct.Struct:
-    """Return what unpacks a sample's numbers of neighboring columns of four bytes, all in one call."""
-    return struct.Struct("<" + f"{4 * (rows - 1)}x".join(codes))
-
-
 def _compute_row_width(kinds: int) -> int:
     return sum(one.size for one, _ in _list_columns(kinds))
 
@@ -126,18 +143,26 @@ class PackedShard(NamedTuple):
 
 
 class ShardIndex:
-    """An index: the content of its file, mapped or not, and where it is; raises NoIndex if it is damaged."""
+    """An index: the content of its file, and where it is; raises InvalidIndex if it is damaged.
 
-    def __init__(self, content: mmap.mmap | bytes, path: Path | None) -> None:
-        self._map, self.path = content, path
+    A small index is read into memory; of a larger one the numbers of a sample are read when they are requested.
+    """
+
+    def __init__(self, content: FileBytes | bytes, path: Path | None) -> None:
+        self.path = path
         """Where the index is; None for one that could not be kept."""
-        if len(content) < _FOOTER.size + len(_MAGIC):
+        self._file = content if isinstance(content, FileBytes) else None
+        self._content = b"" if isinstance(content, FileBytes) else content
+        self.size = content.size if isinstance(content, FileBytes) else len(content)
+        """Bytes of the file."""
+        if self.size < _FOOTER.size + len(_MAGIC):
             raise InvalidIndex("it is too short")
-        at, shards, names, samples, seal, magic = _FOOTER.unpack(content[-_FOOTER.size :])
+        self._footer = self._read(self.size - _FOOTER.size, _FOOTER.size)
+        at, shards, names, samples, seal, magic = _FOOTER.unpack(self._footer)
         length = at + shards * _TABLE.itemsize + names + _FOOTER.size
-        if not magic == content[: len(_MAGIC)] == _MAGIC or length != len(content):
+        if not magic == self._read(0, len(_MAGIC)) == _MAGIC or length != self.size:
             raise InvalidIndex("it is truncated, or of another version")
-        last = content[at : len(content) - _FOOTER.size]
+        last = self._read(at, self.size - _FOOTER.size - at)
         if sha256(last).digest() != seal:
             raise InvalidIndex("its checksum is wrong")
         self.seal = seal.hex()
@@ -154,7 +179,7 @@ class ShardIndex:
         self._check_table(at, samples)
 
     def _check_table(self, at: int, samples: int) -> None:
-        """Raise NoIndex for numbers that no scan gives: a seal only proves that nothing changed since it was made."""
+        """Raise InvalidIndex for numbers that no scan gives: a seal only proves that nothing changed after it."""
         table = self.table
         widths = np.array([_compute_row_width(int(kinds)) for kinds in np.unique(table["kinds"])])
         width = widths[np.searchsorted(np.unique(table["kinds"]), table["kinds"])]
@@ -168,7 +193,15 @@ class ShardIndex:
         return self.ends[-1] if self.ends else 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (open_index, (self.path,)) if self.path is not None else (ShardIndex, (self._map[:], None))
+        return (open_index, (self.path,)) if self.path is not None else (ShardIndex, (self._read(0, self.size), None))
+
+    def _read(self, at: int, size: int) -> bytes:
+        return self._content[at : at + size] if self._file is None else self._file.read(at, size)
+
+    def _check_in_place(self) -> None:
+        """Raise StorageFailed if another index was written over this one."""
+        if self._file is not None and self._read(self.size - _FOOTER.size, _FOOTER.size) != self._footer:
+            raise self._file.failed("it is another index now")
 
     def find(self, index: int) -> tuple[int, int]:
         """Return the shard of a sample, and its number in the shard."""
@@ -184,22 +217,24 @@ class ShardIndex:
     def row(self, index: int) -> SampleRow:
         """Return the row of a sample; raise BadData if its page is damaged."""
         shard, number = self.find(index)
+        self._check_in_place()
         if not self._is_verified[self._pages[shard] + number // PAGE]:
             self._verify(shard, number // PAGE)
-        rows, kinds, at = self._rows[shard], self._kinds[shard], self._at[shard] + 4 * number
-        image, size, label = _build_row_struct("IIi", rows).unpack_from(self._map, at)
-        (digest,) = _DIGEST.unpack_from(self._map, at + 16 * rows + 4 * number)
+        rows, kinds, at, read = self._rows[shard], self._kinds[shard], self._at[shard] + 4 * number, self._read
+        (image,), (size,) = _WORD.unpack(read(at, 4)), _WORD.unpack(read(at + 4 * rows, 4))
+        (label,), (digest,) = (
+            _LABEL.unpack(read(at + 8 * rows, 4)),
+            _DIGEST.unpack(read(at + 16 * rows + 4 * number, 8)),
+        )
         image *= BLOCK
         mask, mask_size, label_at = NONE, NONE, NONE
         if kinds & SOME_MASKS:
-            block, mask_bytes = _build_row_struct("II", rows).unpack_from(self._map, at + 24 * rows)
+            (block,) = _WORD.unpack(read(at + 24 * rows, 4))
             if block != _NOTHING:
-                mask, mask_size = block * BLOCK, mask_bytes
+                mask, (mask_size,) = block * BLOCK, _WORD.unpack(read(at + 28 * rows, 4))
         if label >= 0:
             if kinds & LABEL_COLUMN:
-                (block,) = _build_row_struct("I", rows).unpack_from(
-                    self._map, at + (_compute_row_width(kinds) - 4) * rows
-                )
+                (block,) = _WORD.unpack(read(at + (_compute_row_width(kinds) - 4) * rows, 4))
                 label_at = block * BLOCK
             elif kinds & LABEL_AFTER:
                 label_at = image - -size // BLOCK * BLOCK + kinds // DISTANCE * BLOCK
@@ -208,8 +243,9 @@ class ShardIndex:
         return SampleRow(shard, image, size, label, label_at, mask, mask_size, digest)
 
     def rows(self, numbers: Sequence[int]) -> list[SampleRow]:
-        """Return the rows of samples; those of plain sets, with at most a label, without a call for each."""
-        if len(numbers) < _FEW or (self.table["kinds"] & (SOME_MASKS | LABEL_COLUMN)).any():
+        """Return the rows of samples; those of plain sets in memory, with at most a label, without a call for each."""
+        is_plain = self._file is None and not (self.table["kinds"] & (SOME_MASKS | LABEL_COLUMN)).any()
+        if len(numbers) < _FEW or not is_plain:
             return [self.row(number) for number in numbers]
         index, ends = np.array(numbers), np.frombuffer(self.ends, np.int64)
         if index.min() < 0 or index.max() >= len(self):
@@ -221,7 +257,7 @@ class ShardIndex:
         for one in np.flatnonzero(np.frombuffer(self._is_verified, np.uint8)[pages + number // PAGE] == 0):
             self._verify(int(shard[one]), int(number[one]) // PAGE)
         # Every column starts at a multiple of four bytes.
-        words, at = np.frombuffer(self._map, "<u4", len(self._map) // 4), at // 4 + number
+        words, at = np.frombuffer(self._content, "<u4", self.size // 4), at // 4 + number
         image, size, label = (words[at + rows * one].astype(np.int64) for one in (OFFSET, SIZE, LABEL))
         image, label, distance = image * BLOCK, label.astype(np.int32), kinds // DISTANCE * BLOCK
         label_at = image + np.where(kinds & LABEL_AFTER, -(-size // BLOCK) * BLOCK + distance, -distance)
@@ -230,15 +266,21 @@ class ShardIndex:
         columns = (shard, image, size, label, np.where(label >= 0, label_at, NONE), none, none, digest)
         return [SampleRow(*one) for one in zip(*(column.tolist() for column in columns), strict=True)]
 
+    def sample(self, shard: int) -> list[SampleRow]:
+        """Return a few rows of a shard, from its first sample to its last, without large ones."""
+        first, last = self.first(shard), self.ends[shard] - 1
+        numbers = sorted({first + (last - first) * one // (_COMPARED - 1) for one in range(_COMPARED)})
+        return [row for row in map(self.row, numbers) if max(row.image_size, row.mask_size) <= MOST_BYTES]
+
     def packed(self, shard: int) -> PackedShard:
         """Return the rows of a shard, every page verified."""
+        self._check_in_place()
         rows, kinds, at, size, largest, _ = self.table[shard].item()
         pages = self._pages[shard + 1] - self._pages[shard]
         for page in range(pages):
             self._verify(shard, page)
-        return PackedShard(
-            rows, kinds, size, largest, self._map[at : at + rows * _compute_row_width(kinds) + pages * _SEAL]
-        )
+        content = self._read(at, rows * _compute_row_width(kinds) + pages * _SEAL)
+        return PackedShard(rows, kinds, size, largest, content)
 
     def content(self, shard: int) -> str:
         """Return 32 hex digits that stand for every row of a shard."""
@@ -249,9 +291,8 @@ class ShardIndex:
         if self._is_verified[first + page]:
             return
         rows, kinds, at, _, _, digest = self.table[shard].item()
-        end = at + rows * _compute_row_width(kinds)
-        pages = self._map[end : end + (self._pages[shard + 1] - first) * _SEAL]
-        found = _compute_page_digest(memoryview(self._map)[at:end], rows, kinds, page)
+        pages = self._read(at + rows * _compute_row_width(kinds), (self._pages[shard + 1] - first) * _SEAL)
+        found = _compute_page_digest(lambda start, size: self._read(at + start, size), rows, kinds, page)
         if _compute_seal(pages) != digest or found != pages[page * _SEAL : (page + 1) * _SEAL]:
             first_row, last_row = page * PAGE, min(rows, (page + 1) * PAGE) - 1
             raise BadData(
@@ -262,22 +303,18 @@ class ShardIndex:
         self._is_verified[first + page] = 1
 
 
-def _compute_page_digest(content: memoryview | bytes, rows: int, kinds: int, page: int) -> bytes:
-    found = blake2b(digest_size=_SEAL)
+def _compute_page_digest(read: Callable[[int, int], bytes], rows: int, kinds: int, page: int) -> bytes:
+    """Return the digest of a page of a shard; `read` returns the bytes at an offset in the columns of the shard."""
+    found, first = blake2b(digest_size=_SEAL), page * PAGE
     for one, before in _list_columns(kinds):
-        start = rows * before
-        found.update(content[start + page * PAGE * one.size : start + min(rows, (page + 1) * PAGE) * one.size])
+        found.update(read(rows * before + first * one.size, (min(rows, first + PAGE) - first) * one.size))
     return found.digest()
 
 
 def open_index(path: Path) -> ShardIndex:
-    """Return the index at a path; raise OSError or NoIndex where it cannot be opened."""
-    with open(path, "rb") as file:
-        try:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:  # an empty file
-            raise InvalidIndex(str(error)) from None
-    return ShardIndex(content, path)
+    """Return the index at a path; raise OSError, StorageFailed or InvalidIndex where it cannot be opened."""
+    file = FileBytes(path, "the index")
+    return ShardIndex(file.read(0, file.size) if file.size <= IN_MEMORY else file, path)
 
 
 def pack_shard_rows(rows: ShardRows) -> PackedShard:
@@ -299,7 +336,10 @@ def pack_shard_rows(rows: ShardRows) -> PackedShard:
     columns += [_convert_to_blocks(rows.label_at)] if kinds & LABEL_COLUMN else []
     kinds_of = zip(columns, _list_columns(int(kinds)), strict=True)
     content = b"".join(column.astype(one.format).tobytes() for column, (one, _) in kinds_of)
-    pages = (_compute_page_digest(content, len(rows), int(kinds), page) for page in range(-(-len(rows) // PAGE)))
+    numbers = range(-(-len(rows) // PAGE))
+    pages = (
+        _compute_page_digest(lambda at, size: content[at : at + size], len(rows), int(kinds), page) for page in numbers
+    )
     return PackedShard(len(rows), int(kinds), rows.size_of_shard, int(rows.label.max()), b"".join([content, *pages]))
 
 
@@ -312,6 +352,23 @@ def _convert_to_blocks(offsets: Column) -> Column:
 # interrupted scan continues where it was; the parts are joined at the end.
 
 
+def _read_shard_state(path: Path) -> FileState:
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "it is no file", str(path))
+    return FileState.of(status)
+
+
+def is_row_held(row: SampleRow, read: Callable[[int, int], bytes]) -> bool:
+    """Return whether a shard has the image, the mask and the label of a row; `read` returns its bytes at an offset."""
+    found = compute_bytes_digest(read(row.image, row.image_size))
+    if row.mask >= 0:
+        found ^= compute_bytes_digest(read(row.mask, row.mask_size), MASK_PERSON)
+    return found == row.digest and (
+        row.label < 0 or parse_padded_label(read(row.label_at, LONGEST_LABEL + 1)) == row.label
+    )
+
+
 @dataclass(frozen=True)
 class ShardSet:
     """The shards of a set: names below a folder, and the state of each file."""
@@ -319,13 +376,16 @@ class ShardSet:
     root: Path
     names: list[str]
     states: list[FileState]
+    unread: list[str]
+    """The names of other archives next to the shards."""
 
     @classmethod
-    def of(cls, paths: Sequence[Path]) -> ShardSet:
-        """Return the shards at these paths; raise OSError if one is not there."""
+    def of(cls, paths: Sequence[Path], unread: Sequence[str] = ()) -> ShardSet:
+        """Return the shards at these paths; raise OSError if one is not there, or is no file."""
         root = Path(os.path.commonpath([path.parent for path in paths]))
         names = [path.relative_to(root).as_posix() for path in paths]
-        return cls(root, names, [FileState.of(path.stat()) for path in paths])
+        states = ask_once_per_node([str(root), *names], lambda: [_read_shard_state(path) for path in paths])
+        return cls(root, names, [FileState(*state) for state in states], [*unread])
 
     def key(self, *numbers: int) -> str:
         """Return the cache key of some shards, or of all."""
@@ -354,6 +414,23 @@ class ShardSet:
             )
         return found
 
+    def holds(self, index: ShardIndex, shard: int) -> bool:
+        """Return whether a shard has what an index of it says: some samples of a tar, and all of another file."""
+        try:
+            if self.names[shard].endswith(PARQUET):
+                return pack_shard_rows(self.scan(shard, lambda: False)).digest.hex() == index.content(shard)
+            last = index.row(index.ends[shard] - 1)
+            end = max(last.image + last.image_size, last.mask + last.mask_size, last.label_at + 1)
+            with self.open_tar(shard) as tar:
+                # A tar is padded: a sample may have been appended without a change of its size.
+                return all(is_row_held(row, tar.read) for row in index.sample(shard)) and not has_sample_after(tar, end)
+        except (OSError, BadData, DamagedTar):
+            return False
+
+    def open_tar(self, shard: int) -> AbstractContextManager[TarReader]:
+        """Open a shard for a few reads."""
+        return open_tar(self.root / self.names[shard], FEW_BYTES)
+
     def matches(self, index: ShardIndex) -> bool:
         """Return whether an index has these shards, of these sizes."""
         return index.names == self.names and index.table["bytes"].tolist() == [one.size for one in self.states]
@@ -374,7 +451,7 @@ def open_usable_index(path: Path, shards: ShardSet) -> ShardIndex | None:
     """Return the index at a path; None if it is damaged, missing or of other shards."""
     try:
         index = open_index(path)
-    except (OSError, InvalidIndex):
+    except (OSError, InvalidIndex, StorageFailed):
         return None
     return index if shards.matches(index) else None
 
@@ -386,11 +463,28 @@ def find_index(root: str | Path, shards: ShardSet) -> ShardIndex | None:
             os.utime(kept)  # it is in use
         return index
     path = resolve_index_path(root, shards)
+    if (index := open_usable_index(path, shards)) is None:
+        return None
     with suppress(OSError):
-        # A shard that was written later may have kept its size: a tar is padded.
-        if path.stat().st_mtime_ns >= max(state.modified for state in shards.states):
-            return open_usable_index(path, shards)
+        if not (newer := find_newer_shards(shards, path.stat().st_mtime_ns)):
+            return index
+        # A copy of a set has new times in any order. One process of a node compares it, and the others find the copy.
+        with lock_path(kept):
+            if found := open_usable_index(kept, shards):
+                return found
+            if not all(shards.holds(index, shard) for shard in newer):
+                return None
+            with suppress(OSError), replace_file_unflushed(kept) as draft:
+                shutil.copyfile(path, draft)
+        return open_usable_index(kept, shards) or index
     return None
+
+
+def find_newer_shards(shards: ShardSet, modified: int) -> list[int]:
+    """Return the shards that were written later than an index; of very many, some."""
+    # A shard that was written later may have kept its size: a tar is padded.
+    newer = [number for number, state in enumerate(shards.states) if state.modified > modified]
+    return newer if len(newer) <= _MOST_COMPARED else newer[:: -(-len(newer) // _MOST_COMPARED)]
 
 
 def build_index(shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
@@ -413,14 +507,33 @@ def build_index(shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
 
 
 def write_index(root: str | Path, shards: ShardSet, on_progress: OnProgress) -> ShardIndex:
-    """Write the index of a set next to its shards, and return it; raise OSError if it cannot be written."""
-    path = resolve_index_path(root, shards)
-    with lock_path(resolve_cached_index_path(shards)), replace_file(path) as draft:
-        remove_stale_files(path, but=draft)
-        if kept := open_usable_index(resolve_cached_index_path(shards), shards):
-            shutil.copyfile(kept.path or "", draft)
-        else:
-            scan_and_write_index(shards, draft, on_progress)
+    """Write the index of a set next to its shards, and return it; raise OSError if it cannot be written.
+
+    Several machines may do so at once: each has its own draft, and they all give the same index.
+    """
+    path, kept = resolve_index_path(root, shards), resolve_cached_index_path(shards)
+    # This machine writes one draft at a time: one that is noted here was left by a killed process.
+    note = kept.with_suffix(".draft")
+    with lock_path(kept):
+        with suppress(OSError):
+            path.with_name(os.path.basename(note.read_text("utf-8"))).unlink()
+        remove_stale_files(path)
+        try:
+            with replace_file(path) as draft:
+                with suppress(OSError):
+                    note.write_text(draft.name, "utf-8")
+                if found := open_usable_index(kept, shards):
+                    shutil.copyfile(found.path or "", draft)
+                else:
+                    scan_and_write_index(shards, draft, on_progress)
+        except FileNotFoundError:
+            # An earlier version on another machine removes every draft in the folder; its index is the same.
+            if found := open_usable_index(path, shards):
+                return found
+            raise
+        finally:
+            with suppress(OSError):
+                note.unlink()
     return open_index(path)
 
 
@@ -474,7 +587,7 @@ def _resolve_part_path(shards: ShardSet, number: int) -> Path:
 def _load_or_pack_shard(shards: ShardSet, number: int, stop: threading.Event) -> PackedShard:
     part = _resolve_part_path(shards, number)
     # An index of one shard; one that is torn is made anew.
-    with suppress(OSError, InvalidIndex, BadData):
+    with suppress(OSError, InvalidIndex, BadData, StorageFailed):
         return open_index(part).packed(0)
     found = pack_shard_rows(shards.scan(number, stop.is_set))
     with suppress(OSError), replace_file_unflushed(part) as draft:
@@ -482,35 +595,23 @@ def _load_or_pack_shard(shards: ShardSet, number: int, stop: threading.Event) ->
     return found
 
 
-@contextmanager
-def lock_path(path: Path) -> Iterator[None]:
-    """Let one process of this machine write a file; without a lock where the system or the disk has none."""
-    with ExitStack() as stack:
-        with suppress(OSError, ImportError):
-            import fcntl
-
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context(open(path.with_suffix(".lock"), "wb")), fcntl.LOCK_EX)
-        yield
-
-
-def remove_stale_files(path: Path, but: Path | None = None) -> None:
-    """Remove drafts that killed processes left of this file, and what the cache has that nothing used for long."""
-    old = time.time() - KEEP
+def remove_stale_files(path: Path) -> None:
+    """Remove old drafts of this file, which killed processes left, and what nothing in the cache used for long."""
     with suppress(OSError):
-        left = [one for one in path.parent.iterdir() if find_draft_target(one.name) == path.name and one != but]
-        left += [
-            one for one in (find_cache_folder() / "shards").rglob("*") if one.is_file() and one.stat().st_mtime < old
-        ]
-        for one in left:
-            one.unlink()
+        drafts = [one for one in path.parent.iterdir() if find_draft_target(one.name) == path.name]
+        kept = [one for one in (find_cache_folder() / "shards").rglob("*") if one.is_file()]
+        for files, age in ((drafts, KEEP_DRAFT), (kept, KEEP)):
+            for one in files:
+                with suppress(OSError):
+                    if one.stat().st_mtime < time.time() - age:
+                        one.unlink()
 
 
 def find_index_by_seal(seal: str, places: Sequence[Path]) -> ShardIndex | None:
     """Return the index whose seal starts with these digits, of those in the cache and at `places`."""
     with suppress(OSError):
         for path in (*places, *(find_cache_folder() / "shards").glob(f"*{SUFFIX}")):
-            with suppress(OSError, InvalidIndex):
+            with suppress(OSError, InvalidIndex, StorageFailed):
                 if (index := open_index(path)).seal.startswith(seal):
                     return index
     return None

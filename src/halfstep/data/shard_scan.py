@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from halfstep.data.image_files import MOST_BYTES, SUFFIXES
 from halfstep.data.layout import PLACE_PERSON
 from halfstep.data.tar_members import BLOCK, DamagedTar, Member, TarReader, open_tar
 from halfstep.errors import BadData
+from halfstep.numbers import format_counted_noun
 
 LAYOUT = "a plain, whole .tar of 0001.jpg with 0001.cls, or 0001.jpg with 0001.mask.png"
 PARQUET = ".parquet"
@@ -36,6 +37,24 @@ _MOST_PARTS = 1000
 _LARGEST_SHARD = 2**32 * BLOCK
 _MOST_SIZE = 2**32 - 1
 Column = np.ndarray[Any, np.dtype[Any]]
+
+
+ARCHIVES = (".tar", PARQUET, ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz", ".zip")
+"""Files that hold samples in most sets; a run reads those of one kind."""
+
+
+def list_unread_names(names: Iterable[str], read: Collection[str]) -> list[str]:
+    """Return the names of the archives that are not among those that are read."""
+    every, others = set(read), (name for name in names if name.lower().endswith(ARCHIVES))
+    return sorted(name for name in others if name not in every and "/." not in f"/{name}")
+
+
+def describe_unread_files(unread: Sequence[str], where: str) -> str:
+    """Return a line on the archives that are not read; empty if there are none."""
+    if not unread:
+        return ""
+    more = f" and {len(unread) - 3:,} more" if len(unread) > 3 else ""
+    return f"{format_counted_noun(len(unread), 'file')} in {where} not read: {', '.join(unread[:3])}{more}"
 
 
 @dataclass(frozen=True)
@@ -117,6 +136,12 @@ def scan_tar(tar: TarReader, name: str, is_stopped: Callable[[], bool]) -> Shard
     if not rows:
         raise DamagedTar("no sample in it")
     return _build_shard_rows(tar, rows)
+
+
+def has_sample_after(tar: TarReader, at: int) -> bool:
+    """Return whether a part of a sample follows the member that ends at or before a byte."""
+    kinds = (member.name.rpartition(b"/")[2].partition(b".")[2] for member in tar.members(-(-at // BLOCK) * BLOCK))
+    return any(kind.lower() in _PARTS for kind in kinds)
 
 
 def _record_part(tar: TarReader, rows: array[int], part: int, member: Member) -> None:

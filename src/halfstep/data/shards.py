@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from halfstep.data.dataset import BadSample, Files, Sample, Seal
+from halfstep.data.file_bytes import READ
 from halfstep.data.file_state import FileState, RecordedFile, describe_file_change
 from halfstep.data.folders import check_same_size
 from halfstep.data.held_out import SampleNumbers, split_index_samples
 from halfstep.data.image_files import MOST_BYTES, find_files, require_folder
 from halfstep.data.image_io import MaskClasses, Palette, read_image, read_mask
 from halfstep.data.layout import compute_split_position
-from halfstep.data.shard_bytes import NEAR, READ, Part, announce_parts, merge_near_parts, read_handle_parts, read_parts
+from halfstep.data.shard_bytes import NEAR, Part, announce_parts, merge_near_parts, read_handle_parts, read_parts
 from halfstep.data.shard_index import (
     SOME_LABELS,
     SOME_MASKS,
@@ -32,16 +33,18 @@ from halfstep.data.shard_index import (
 )
 from halfstep.data.shard_patterns import expand_shard_pattern, is_shard_pattern
 from halfstep.data.shard_scan import (
+    ARCHIVES,
     LONGEST_LABEL,
     MASK_PERSON,
     PARQUET,
     ShardRows,
+    list_unread_names,
     parse_padded_label,
     read_member_key,
     scan_shard,
 )
 from halfstep.data.tar_members import BLOCK, FEW, DamagedTar, TarReader, compute_bytes_digest, open_tar
-from halfstep.errors import BadData
+from halfstep.errors import BadData, StorageFailed
 from halfstep.host_memory import read_free_memory
 
 T = TypeVar("T")
@@ -114,7 +117,7 @@ class Shards:
     def _open(self, root: str | Path) -> None:
         shards = build_shard_set(root)
         self.root, self._start_of_paths = shards.root, f"{shards.root}{os.sep}"
-        self._states = shards.states
+        self._states, self.unread = shards.states, shards.unread
         self.index = find_index(root, shards) or _build_index_with_progress(shards)
 
     def __len__(self) -> int:
@@ -190,7 +193,7 @@ class Shards:
                 if room < 0:
                     break
                 self._ahead[numbers[place]] = row, _read_sample_bytes(handle, row, wanted)
-        except (OSError, EOFError, BadData):
+        except (OSError, EOFError, BadData, StorageFailed):
             pass
         finally:
             if handle >= 0:
@@ -269,6 +272,11 @@ class Shards:
     def path(self, shard: int) -> Path:
         """Return the path of a shard."""
         return self.root / self.index.names[shard]
+
+    @property
+    def place(self) -> str:
+        """The folder of the shards for display."""
+        return str(self.root)
 
     def where(self, shard: int) -> str:
         """Return the path of a shard for display."""
@@ -433,9 +441,11 @@ def resolve_training_folder(root: Path) -> Path:
 
 def build_shard_set(root: str | Path) -> ShardSet:
     """Return the shards of a folder, a file or a pattern; raise BadData if there is none."""
-    paths = list_shard_paths(root)
+    files = find_shard_files(root)
     try:
-        return ShardSet.of(paths)
+        return ShardSet.of(files.paths, files.unread)
+    except FileNotFoundError as error:
+        raise _build_no_shard_error(f"{error.filename} does not exist") from None
     except OSError as error:
         raise BadData(
             f"the shards of {root} cannot be read: {error}",
@@ -457,31 +467,46 @@ def parse_class_names(content: bytes, listed: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def list_shard_paths(root: str | Path) -> list[Path]:
+class ShardFiles(NamedTuple):
+    """The shards of a set, and the archives next to them that are not read."""
+
+    paths: list[Path]
+    unread: list[str]
+
+
+def find_shard_files(root: str | Path) -> ShardFiles:
     """Return the sorted shards of a folder, a file or a pattern; raise BadData if there is none."""
     given = Path(root)
     if is_shard_pattern(str(root)):
-        paths = [Path(name) for name in expand_shard_pattern(str(root))]
-    elif given.is_file():
-        paths = [given]
-    else:
-        folder = require_folder(given, "the folder of shards")
-        # Compressed ones are refused when they are read, with the command that unpacks them.
-        names = find_files(folder, (".tar",)) or _list_parquet_files(folder) or find_files(folder, (".tar.gz", ".tgz"))
-        paths = [folder / name for name in names]
-    missing = [path for path in paths if not path.is_file()]
-    if missing or not paths:
-        raise BadData(
-            f"{missing[0]} does not exist" if missing else f"{root} contains no .tar or {PARQUET} file",
-            allowed="a folder of .tar or .parquet files, one such file, or a pattern such as train-{000..003}.tar",
-            do="give the folder that contains the shards",
-        )
-    return paths
+        return ShardFiles([Path(name) for name in expand_shard_pattern(str(root))], [])
+    if given.is_file():
+        return ShardFiles([given], [])
+    folder = require_folder(given, "the folder of shards")
+    found = find_files(folder, ARCHIVES)
+    # Compressed ones are refused when they are read, with the command that unpacks them.
+    for suffixes in ((".tar",), (PARQUET,), (".tar.gz", ".tgz")):
+        if names := [name for name in found if name.lower().endswith(suffixes)]:
+            if suffixes == (PARQUET,):
+                _check_one_split(folder, names)
+            return ShardFiles([folder / name for name in names], list_unread_names(found, names))
+    raise _build_no_shard_error(f"{root} contains no .tar or {PARQUET} file")
 
 
-def _list_parquet_files(folder: Path) -> list[str]:
-    """Return the Parquet files of a folder; raise BadData if they are those of several splits."""
-    names = find_files(folder, (PARQUET,))
+def list_shard_paths(root: str | Path) -> list[Path]:
+    """Return the sorted shards of a folder, a file or a pattern; raise BadData if there is none."""
+    return find_shard_files(root).paths
+
+
+def _build_no_shard_error(given: str) -> BadData:
+    return BadData(
+        given,
+        allowed="a folder of .tar or .parquet files, one such file, or a pattern such as train-{000..003}.tar",
+        do="give the folder that contains the shards",
+    )
+
+
+def _check_one_split(folder: Path, names: list[str]) -> None:
+    """Raise BadData for Parquet files of several splits."""
     splits = sorted({name.partition("-")[0] for name in names} & SPLITS)
     if len(splits) > 1:
         raise BadData(
@@ -489,4 +514,3 @@ def _list_parquet_files(folder: Path) -> list[str]:
             allowed="a folder for each split",
             do=" && ".join(f"mkdir {folder / one} && mv {folder}/{one}-*{PARQUET} {folder / one}" for one in splits),
         )
-    return names

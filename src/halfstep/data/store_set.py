@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -17,26 +17,27 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from halfstep.data.chunk_cache import ChunkCache
+from halfstep.data.file_lock import lock_path
 from halfstep.data.file_state import FileState
+from halfstep.data.sealed_pages import seal_pages
 from halfstep.data.shard_index import (
     SUFFIX,
     ShardIndex,
     ShardSet,
-    lock_path,
+    find_newer_shards,
+    is_row_held,
     open_index,
     open_usable_index,
     remove_stale_files,
 )
 from halfstep.data.shard_patterns import expand_shard_pattern, is_shard_pattern
 from halfstep.data.shard_scan import (
-    LONGEST_LABEL,
-    MASK_PERSON,
     ShardRows,
     build_shard_error,
-    parse_padded_label,
+    list_unread_names,
     scan_tar,
 )
-from halfstep.data.tar_members import DamagedTar, TarReader, compute_bytes_digest
+from halfstep.data.tar_members import FEW, DamagedTar, TarReader
 from halfstep.errors import BadData
 from halfstep.files import find_cache_folder, replace_file_unflushed, replace_storage_errors
 from halfstep.store.address import StoreAddress, parse_address
@@ -46,8 +47,12 @@ AT_ONCE = 4
 """Chunks that are fetched at a time."""
 TRIES = 3
 """How often a chunk with wrong bytes is read."""
+MOST_COMPARED = 8
+"""Shards of which some samples are read to judge an index that is older than they are."""
 UNSURE = ".unsure"
 """The end of the name of a chunk with wrong bytes: its samples are compared as they are read."""
+UNSURE_FOR = 600.0
+"""Seconds after which such a chunk is fetched again when it is announced: the cause may have been the network."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,12 @@ class StoredShards(ShardSet):
     def requests(self) -> int:
         """The range reads that an index of the shards takes."""
         return sum(-(-one.size // PART) for one in self.objects)
+
+    @contextmanager
+    def open_tar(self, shard: int) -> Iterator[TarReader]:
+        """Open a shard for a few reads."""
+        one = self.objects[shard]
+        yield TarReader(lambda at, size: self.store.read(one.key, at, min(size, one.size - at), one.tag), one.size, FEW)
 
     def scan(self, number: int, is_stopped: Callable[[], bool]) -> ShardRows:
         """Read a shard once, range by range; raise BadData if it cannot be used."""
@@ -117,24 +128,27 @@ def find_shards(place: StoreAddress, patience: float) -> StoredShards:
         )
     objects = [found[name] for name in names]
     states = [FileState(one.size, int(one.modified.timestamp() * 1e9), _hash_tag(one.tag), 0) for one in objects]
-    return StoredShards(Path(), names, states, store, objects, place, index_name, found.get(index_name))
+    unread = [] if named else list_unread_names(found, names)
+    return StoredShards(Path(), names, states, unread, store, objects, place, index_name, found.get(index_name))
 
 
 def _hash_tag(tag: str) -> int:
     return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "little")
 
 
+def _build_index_error(shards: StoredShards, found: str) -> BadData:
+    return BadData(
+        f"{shards.store.address} has {found}",
+        allowed="shards with an index, which names the bytes of each sample",
+        do=f"halfstep data index {shards.place}",
+    )
+
+
 def _download_index(shards: StoredShards) -> Path:
     """Download the index next to the shards, unless the cache has it; raise BadData if there is no usable one."""
-    index, newest = shards.index, max(shards.objects, key=lambda one: one.modified)
-    if index is None or index.modified < newest.modified:
-        older = f"an index that is older than {newest.key}" if index else f"no index {shards.index_name}"
-        again = f", or copy {index.key} there again if it is the index of these shards" if index else ""
-        raise BadData(
-            f"{shards.store.address} has {older}",
-            allowed="shards with an index, which names the bytes of each sample",
-            do=f"halfstep data index {shards.place}{again}",
-        )
+    index = shards.index
+    if index is None:
+        raise _build_index_error(shards, f"no index {shards.index_name}")
     digest = blake2b(f"{shards.key()} {index.tag}".encode(), digest_size=16).hexdigest()
     kept = find_cache_folder() / "shards" / f"{digest}{SUFFIX}"
     room = f"a folder that this user can write, with room for {index.size:,} bytes"
@@ -145,13 +159,26 @@ def _download_index(shards: StoredShards) -> Path:
                 for part in shards.store.ranges(index.key, ObjectFacts(index.size, index.tag, index.modified)):
                     file.write(part)
             remove_stale_files(kept)
-    if open_usable_index(kept, shards) is None:
+    if (found := open_usable_index(kept, shards)) is None:
         kept.unlink(missing_ok=True)
         raise BadData(
             f"{shards.store.address}/{index.key} is damaged, or the index of other shards",
             allowed="the index of the shards next to it",
             do=f"halfstep data index {shards.place}",
         )
+    # The name of the copy stands for the index and for every shard: once compared, it is not compared again.
+    compared = kept.with_suffix(".compared")
+    newer = find_newer_shards(shards, int(index.modified.timestamp() * 1e9))
+    if newer and not compared.exists():
+        some = newer[:: -(-len(newer) // MOST_COMPARED)]
+        other = next((one for one in some if not shards.holds(found, one)), None)
+        if other is not None:
+            kept.unlink(missing_ok=True)
+            raise _build_index_error(
+                shards, f"an index that is older than {shards.names[other]}, which has other samples"
+            )
+        with suppress(OSError):
+            compared.touch()
     with suppress(OSError):
         os.utime(kept)  # it is in use
     return kept
@@ -174,6 +201,8 @@ class FoundSet(NamedTuple):
     tags: list[str]
     classes: list[str]
     """The contents of `classes.txt` next to the shards and one folder up, their bytes as latin-1."""
+    unread: list[str]
+    """The names of other archives next to the shards."""
 
 
 def open_set(request: StoreRequest) -> FoundSet:
@@ -185,7 +214,8 @@ def open_set(request: StoreRequest) -> FoundSet:
     listed = dict.fromkeys(posixpath.join(folder, "classes.txt") for folder in (first, posixpath.dirname(first)))
     texts = [whole.read_whole(key) for key in listed if (facts := whole.size_and_tag(key)) and facts.size < 2**20]
     return FoundSet(
-        str(address), str(path), [one.tag for one in shards.objects], [one.decode("latin-1") for one in texts]
+        *(str(address), str(path), [one.tag for one in shards.objects], [one.decode("latin-1") for one in texts]),
+        shards.unread,
     )
 
 
@@ -232,27 +262,22 @@ def _fetch_chunk(store: Store, index: ShardIndex, cache: ChunkCache, chunk: Chun
     if cache.touch(chunk.name):
         return
     with lock_path(cache.folder / chunk.name):
-        if cache.touch(chunk.name) or cache.touch(chunk.name + UNSURE):
+        if cache.touch(chunk.name) or cache.is_recent(chunk.name + UNSURE, UNSURE_FOR):
             return
         for _ in range(TRIES if verify else 1):
             content = store.read(index.names[chunk.shard], chunk.start, chunk.size, chunk.tag)
             is_right = not verify or _has_right_digests(memoryview(content), index, chunk)
             if is_right:
                 break
-        cache.keep(chunk.name if is_right else chunk.name + UNSURE, content)
+        name = chunk.name if is_right else chunk.name + UNSURE
+        cache.keep(name, seal_pages(content, name))
 
 
 def _has_right_digests(content: memoryview, index: ShardIndex, chunk: Chunk) -> bool:
-    for row in map(index.row, chunk.samples):
-        at, mask_at = row.image - chunk.start, row.mask - chunk.start
-        found = compute_bytes_digest(content[at : at + row.image_size])
-        if row.mask >= 0:
-            found ^= compute_bytes_digest(content[mask_at : mask_at + row.mask_size], MASK_PERSON)
-        label_at = row.label_at - chunk.start
-        label = bytes(content[label_at : label_at + LONGEST_LABEL + 1]) if row.label >= 0 else b""
-        if found != row.digest or parse_padded_label(label) != row.label:
-            return False
-    return True
+    def read(at: int, size: int) -> bytes:
+        return bytes(content[at - chunk.start : at - chunk.start + size])
+
+    return all(is_row_held(index.row(number), read) for number in chunk.samples)
 
 
 class RangeRequest(StoreRequest):

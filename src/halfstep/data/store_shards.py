@@ -18,11 +18,13 @@ from torch.utils.data import get_worker_info
 
 from halfstep.data import store_set
 from halfstep.data.chunk_cache import ChunkCache
-from halfstep.data.dataset import BadSample
+from halfstep.data.dataset import BadSample, Sample
 from halfstep.data.held_out import SampleNumbers
 from halfstep.data.image_files import MOST_BYTES
 from halfstep.data.layout import compute_split_position
-from halfstep.data.shard_bytes import Part, merge_near_parts, read_handle_parts
+from halfstep.data.node_share import ask_once_per_node
+from halfstep.data.sealed_pages import DamagedPages, read_sealed
+from halfstep.data.shard_bytes import Part, merge_near_parts
 from halfstep.data.shard_index import PLACE, SampleRow, open_index
 from halfstep.data.shard_scan import LONGEST_LABEL, ShardRows, build_shard_error, scan_tar
 from halfstep.data.shards import OTHER_BYTES, SampleBytes, Shards, parse_class_names
@@ -40,6 +42,8 @@ CACHE = 20.0
 LEAST_CHUNKS = 3
 """Chunks that the cache has room for at least: one that is read, one that is fetched, and one of validation."""
 TRIES = 5
+SEALED = 1
+"""The version of a chunk in the cache."""
 _MOST_KNOWN = 512
 
 
@@ -60,13 +64,16 @@ class StoreShards(Shards):
     def _open(self, root: str | Path) -> None:
         check_obstore_installed()
         self.address = str(parse_address(str(root), "data.path"))
-        found = FoundSet(*self._ask("open_set"))
+        found = FoundSet(*ask_once_per_node(self.address, lambda: self._ask("open_set")))
+        self.unread = found.unread
         self.address, self._tags, self._listed = found.address, found.tags, found.classes
         self.index = open_index(Path(found.index_path))
         self.root = Path(found.index_path).parent
         self._sides: list[Sequence[int]] = [range(len(self.index))]
         """The numbers of the samples that are read together: all of them, or those of training and of validation."""
         self._known: dict[tuple[int, int], list[Chunk]] = {}
+        self._forgotten: set[str] = set()
+        """The chunks that were fetched once more since a sample of them was unusable."""
         self._per_group, self._largest = self.chunk, 2 * self.chunk * self.bytes_per_sample
         """Samples that are read together, and bytes of a range: a few samples in it are those of the other side."""
         needed = LEAST_CHUNKS * self.chunk * self.bytes_per_sample
@@ -98,7 +105,8 @@ class StoreShards(Shards):
 
     def most_open(self, nodes: int, ranks: int) -> int:
         """Return the bytes of chunks that may be open at once: half of the cache, since the next ones are fetched."""
-        return self.cache.room() // 2 * nodes
+        # Digests, parts of chunks at the ends of lanes, and chunks of validation take the rest.
+        return self.cache.room() * 49 // 100 * nodes
 
     def divided(self, share: float) -> tuple[SampleNumbers, SampleNumbers]:
         """Return the numbers of the samples for training, and of those for validation."""
@@ -155,7 +163,8 @@ class StoreShards(Shards):
             for start, size in merge_near_parts(small, self.near, self._largest):
                 inside = [n for n, ones in parts.items() if all(_is_within_range(one, start, size) for one in ones)]
                 first = self.index.first(shard)
-                facts = (self.index.content(shard), start, size, self._verify_every > 0, [n - first for n in inside])
+                sealed = (SEALED, self._verify_every > 0)  # those of earlier versions have no digests
+                facts = (self.index.content(shard), start, size, sealed, [n - first for n in inside])
                 name = blake2b(repr(facts).encode(), digest_size=16).hexdigest()
                 found.append(Chunk(shard, start, size, self._tags[shard], name, inside))
         return found
@@ -165,6 +174,33 @@ class StoreShards(Shards):
     def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read nothing: chunks are kept."""
         return iter(())
+
+    def read(self, index: int) -> Sample:
+        """Read a sample; raise BadSample if it cannot be read, BadData where its mask does not fit."""
+        return self._read_twice(index, super().read)
+
+    def without_image(self, index: int) -> Sample:
+        """Return the label or mask."""
+        return self._read_twice(index, super().without_image)
+
+    def _read_twice(self, index: int, read: Callable[[int], Sample]) -> Sample:
+        """Read a sample; where it is unusable and its chunk was not compared with the index, fetch that once more."""
+        try:
+            return read(index)
+        except (BadSample, BadData):
+            if self._verify_every or not self._forget_chunks(index):
+                raise
+        return read(index)
+
+    def _forget_chunks(self, index: int) -> bool:
+        """Remove the chunks of a sample from the cache; return False if this process has removed them before."""
+        names = {one.name for one in self._chunks(*self._place(index))} - self._forgotten
+        self._forgotten |= names
+        for name in names:
+            if (handle := self.cache.open(name)) is not None:
+                self.cache.remove(name, handle)
+                os.close(handle)
+        return bool(names)
 
     def _content(self, index: int, row: SampleRow, wanted: tuple[bool, bool, bool], doubts: list[str]) -> SampleBytes:
         self._check_sizes(index, row, wanted)
@@ -189,30 +225,28 @@ class StoreShards(Shards):
                 if (handle := self.cache.open(name)) is None:
                     continue
                 try:
+                    content = read_sealed(handle, chunk.size, name, part[0] - chunk.start, part[1])
                     doubts += [OTHER_BYTES] * name.endswith(UNSURE)
-                    return read_handle_parts(handle, [(part[0] - chunk.start, part[1])])[0]
-                except EOFError:  # somebody has cut it
-                    (self.cache.folder / name).unlink(missing_ok=True)
-                except OSError as error:
-                    raise self.cache.failed(error.strerror or type(error).__name__) from None
+                    return content
+                except (DamagedPages, OSError):  # the disk has other bytes, or cannot read them
+                    self.cache.remove(name, handle)
                 finally:
                     os.close(handle)
             self._fetch([chunk])
-        raise self.cache.failed(f"it was removed {TRIES} times before it was read")
+        return self._read_range(row.shard, *part)
+
+    def _read_range(self, shard: int, at: int, size: int) -> bytes:
+        """Return bytes of a shard, past the cache."""
+        found = self._ask("read_range", key=self.index.names[shard], start=at, size=size, tag=self._tags[shard])
+        return bytes(found.encode("latin-1"))
 
     @contextmanager
     def _tar(self, shard: int, at_once: int) -> Iterator[TarReader]:
         size = int(self.index.table["bytes"][shard])
 
         def read_at(at: int, count: int) -> bytes:
-            asked = {
-                "key": self.index.names[shard],
-                "start": at,
-                "size": min(count, size - at),
-                "tag": self._tags[shard],
-            }
             try:
-                return bytes(self._ask("read_range", **asked).encode("latin-1"))
+                return self._read_range(shard, at, min(count, size - at))
             except StoreFailed as failure:
                 raise OSError(failure.given) from None
 
@@ -225,6 +259,11 @@ class StoreShards(Shards):
                 return scan_tar(tar, posixpath.basename(self.index.names[shard]), is_stopped)
         except (OSError, DamagedTar) as error:
             raise build_shard_error(self.where(shard), str(error)) from None
+
+    @property
+    def place(self) -> str:
+        """The address of the shards."""
+        return self.address
 
     def where(self, shard: int) -> str:
         """Return the address of a shard."""

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from halfstep.errors import StoreFailed
 from halfstep.numbers import format_counted_noun
@@ -102,7 +102,7 @@ def check_store(address: StoreAddress, patience: float = PATIENCE) -> StoreRepor
         store = Store(address, patience)
         found = replace(found, objects=len(store.list(most=COUNTED)))
         found = replace(found, put_seconds=_measure_median(lambda: store.put(key, content[:RANGE])))
-        before = datetime.now(timezone.utc)
+        before = datetime.now(UTC)
         store.put(key, content)
         facts = store.size_and_tag(key)
         if facts is not None:

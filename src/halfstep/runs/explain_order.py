@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from halfstep.data.choose_order import OrderFacts, choose_order, measure_order
+from dataclasses import replace
+
+from halfstep.data.choose_order import OrderFacts, choose_order, measure_nodes, measure_order
 from halfstep.data.dataset import find_seal
 from halfstep.data.layout import check_store_data, is_store_address, resolve_data_path
 from halfstep.data.shard_index import find_index
@@ -11,6 +13,9 @@ from halfstep.errors import BadData
 from halfstep.recipe.sources import RawRecipe
 from halfstep.runs.registry import find_task_class
 from halfstep.runs.resolve import resolve_run_recipe
+
+NODES = (1, 8, 64, 512)
+"""Numbers of nodes for which the downloads of a set in a store are given."""
 
 
 def explain_order(found: RawRecipe, folder: str) -> OrderFacts:
@@ -29,7 +34,15 @@ def explain_order(found: RawRecipe, folder: str) -> OrderFacts:
         source = find_task_class(recipe.task)(recipe).source("train")
         if (seal := find_seal(source)) is not None:
             batch = recipe.train.global_batch or recipe.train.batch_size * recipe.train.microbatches
-            return measure_order(choose_order(source, recipe.data.window, batch), source, seal.shards, batch)
+            window, shards = recipe.data.window, seal.shards
+            facts = measure_order(choose_order(source, window, batch), source, shards, batch)
+            if facts.order.name != "windows" or shards.is_local:
+                return facts
+            chosen = (
+                (nodes, choose_order(source, window, batch, nodes, nodes)) for nodes in NODES if batch % nodes == 0
+            )
+            nodes = (measure_nodes(order, source, shards, batch, count) for count, order in chosen)
+            return replace(facts, nodes=tuple(nodes))
     raise BadData(
         f"{root} has no index yet", allowed="shards with an index", do=f"halfstep data index {root}, then this again"
     )

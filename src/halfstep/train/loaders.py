@@ -75,7 +75,16 @@ def make_loaders(
     for files, part in zip(recorded, data_fingerprint.parts, strict=True):
         if files is not None:
             files.take_contents(part)
-    return Loaders(train, val, train.workers, data_fingerprint, chosen, [reason] if reason else [])
+    notes = [reason, _describe_downloads(source, chosen, recipe), *_describe_unread_files(*sources)]
+    return Loaders(train, val, train.workers, data_fingerprint, chosen, [note for note in notes if note])
+
+
+def _describe_unread_files(*sources: Source) -> list[str]:
+    """Return a line for each folder with archives that a run does not read."""
+    from halfstep.data.shard_scan import describe_unread_files  # here, because folders need no index
+
+    seals = [seal for source in sources if (seal := find_seal(source)) is not None]
+    return list(dict.fromkeys(describe_unread_files(seal.shards.unread, seal.shards.place) for seal in seals))
 
 
 def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> TrainLoader:
@@ -90,10 +99,26 @@ def _choose_order(source: Source, recipe: AnyRecipe) -> SavedOrder:
         return RANDPERM
     from halfstep.data.choose_order import choose_order  # here, because folders need no index
 
-    batch = recipe.train.batch_size * recipe.train.microbatches * distributed.count_ranks()
-    nodes = max(1, distributed.count_ranks() // (read_launched_rank().local_world_size or 1))
-    given = (source, recipe.data.window, batch, nodes, distributed.count_ranks())
+    given = (source, recipe.data.window, _count_step_samples(recipe), _count_nodes(), distributed.count_ranks())
     return SavedOrder(**distributed.run_on_rank_zero(lambda: asdict(choose_order(*given))))
+
+
+def _count_step_samples(recipe: AnyRecipe) -> int:
+    return recipe.train.batch_size * recipe.train.microbatches * distributed.count_ranks()
+
+
+def _count_nodes() -> int:
+    return max(1, distributed.count_ranks() // (read_launched_rank().local_world_size or 1))
+
+
+def _describe_downloads(source: Source, order: SavedOrder, recipe: AnyRecipe) -> str:
+    """Return a warning where the nodes download a set several times in an epoch; empty otherwise."""
+    seal = find_seal(source)
+    if seal is None or seal.shards.is_local:
+        return ""
+    from halfstep.data.choose_order import measure_nodes  # here, because folders need no index
+
+    return measure_nodes(order, source, seal.shards, _count_step_samples(recipe), _count_nodes()).warning
 
 
 def _start_shard_checks(train: TrainLoader, source: Source, recipe: AnyRecipe, order: SavedOrder) -> None:
@@ -140,6 +165,7 @@ def _make_source_loader(
 def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers: int = 0) -> ValLoader:
     """Return the validation loader of this rank."""
     train, seed, source = recipe.train, recipe.train.seed or 0, _require_samples(task, "val")
+    seal = find_seal(source)
     return ValLoader(
         ValSamples(source, functools.partial(task.transform, "val"), seed),
         batch_size=train.batch_size,
@@ -150,6 +176,8 @@ def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers
         rank=distributed.rank(),
         size=distributed.count_ranks(),
         timeout=_compute_sample_timeout(source, recipe),
+        # A chunk of a store is fetched by the node that reads it.
+        neighboring=seal is not None and not seal.shards.is_local,
     )
 
 
