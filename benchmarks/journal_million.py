@@ -41,6 +41,7 @@ from halfstep.journal.jsonl import JOURNAL, format_event_line
 from halfstep.journal.listeners import restore_listeners
 from halfstep.journal.plain import PlainListener
 from halfstep.journal.summary import summarize
+from halfstep.journal.table import TableConsole
 
 HERE = Path(__file__).parent
 LINES, COMMAND_LINES, GOAL = 1_000_000, 2_000_000, 20.0
@@ -169,7 +170,11 @@ def summary(path: Path) -> int:
 
 def recalled(path: Path) -> int:
     """Tell a journal to the console, the log and the curves of a run that resumes; return how many listened."""
-    listeners = [PlainListener(io.StringIO()), PlainListener(io.StringIO()), CurvesListener(path.parent)]
+    listeners = [
+        PlainListener(io.StringIO(), TableConsole(is_live=False)),
+        PlainListener(io.StringIO(), TableConsole(is_live=False)),
+        CurvesListener(path.parent),
+    ]
     restore_listeners(listeners, path)
     return len(listeners)
 

@@ -50,7 +50,7 @@ def test_a_command_that_is_stopped_goes_on_when_it_is_typed_again(tmp_path: Path
     first.send_signal(signal.SIGTERM)
     code, said = ended(first)
     assert code == 75, said
-    assert said.count("start it again with the same command") == 1
+    assert said.count("to resume:") == 1
     status = json.loads((cut / "status.rank-00000.json").read_text())
     assert (status["code"], status["restartable"]) == (75, True)
 

@@ -40,7 +40,7 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     events = [start(), step(1, 0.9, "gradient_overflow", loss_scale=65536.0), step(2, 0.8, loss_scale=32768.0)]
     events += [epoch(1, {"loss": 0.7, "iou": 0.4}, {"loss": 0.75, "iou": 0.35})]
     shown = texts(events, tmp_path / "curves.svg")
-    assert {"a_run, fp16", "Loss", "iou", "Learning rate", "Loss scale", "train", "val", "skipped step"} <= set(shown)
+    assert {"a_run, fp16", "Loss", "IoU", "Learning rate", "Loss scale", "train", "val", "skipped step"} <= set(shown)
     assert shown.count("attempted steps") == 4
     hovers = texts(events, tmp_path / "curves.svg", "title")
     assert {"step 1: train 0.9", "step 2: train 0.8; val 0.75", "step 2: train 0.4; val 0.35"} <= set(hovers)

@@ -9,9 +9,10 @@ import torch
 
 import halfstep
 from halfstep.data.dataset import Batch
-from halfstep.journal.console import RunClocks, render_live_area
+from halfstep.journal.bars import draw_bars
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.latest import LatestEvents
+from halfstep.journal.lines import RunClocks
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolve_run_recipe
@@ -26,7 +27,7 @@ def drawn(*events: Event) -> str:
     latest = LatestEvents()
     for event in events:
         latest.on_event(event)
-    return "\n".join(line.plain for line in render_live_area(latest, CLOCKS, 100, "utf-8"))
+    return "\n".join(line.plain for line in draw_bars(latest, CLOCKS, 100, "utf-8"))
 
 
 def evaluating(**metrics: float) -> Event:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.journal.console import BELOW, build_first_screen
+from halfstep.journal.guide import BELOW, build_first_screen
 from tests.journal.told import start
 
 REASONS = [f"reason {number}, which is a sentence as long as those that measurements give" for number in range(30)]

@@ -8,10 +8,12 @@ import pytest
 from rich.console import Console
 
 from halfstep.journal import console
-from halfstep.journal.console import LiveConsole, list_line_items
+from halfstep.journal.console import LiveConsole
 from halfstep.journal.events import Event
+from halfstep.journal.guide import GuideLog, GuideScreen
 from halfstep.journal.latest import LatestEvents
 from halfstep.journal.plain import PlainListener
+from halfstep.journal.status_items import list_status_items
 from halfstep.journal.text import MOST_LINES, describe_ending
 from halfstep.journal.text import describe_resume as words_of
 from tests.journal.screen import Screen
@@ -22,7 +24,7 @@ AT = 15
 
 def plain_lines(events: list[Event]) -> list[str]:
     stream = io.StringIO()
-    listener = PlainListener(stream)
+    listener = PlainListener(stream, GuideLog())
     for event in events:
         listener.on_event(event)
     return stream.getvalue().splitlines()
@@ -32,7 +34,9 @@ def live_lines(history: list[Event], events: list[Event], width: int = 100) -> l
     """What is on a terminal before the area is taken away."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
-    live = LiveConsole(Console(file=stream, force_terminal=True, width=width, height=40, legacy_windows=False))
+    live = LiveConsole(
+        Console(file=stream, force_terminal=True, width=width, height=40, legacy_windows=False), GuideScreen()
+    )
     for event in history:
         live.restore_event(event)
     assert raw.getvalue() == b"", "what was told before is told again"
@@ -46,7 +50,7 @@ def live_lines(history: list[Event], events: list[Event], width: int = 100) -> l
 
 def test_a_first_start_says_nothing_of_it() -> None:
     assert words_of(start()) == words_of(start(resumed=None)) == []
-    assert "  recipe" in plain_lines([start(resumed=None)])
+    assert "  batch       4 × 2 devices × 2 micro-batches = 16 per step" in plain_lines([start(resumed=None)])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ def test_many_reasons_are_few_lines_and_cannot_speak_to_the_terminal() -> None:
 def test_a_run_without_a_checkpoint_starts_again_and_says_all() -> None:
     lines = plain_lines([start(resumed={"checkpoint": None, "attempt": 0})])
     assert lines[1] == "started again from step 0: the run ended before its first checkpoint"
-    assert "  recipe" in lines
+    assert "  batch       4 × 2 devices × 2 micro-batches = 16 per step" in lines
 
 
 def test_the_live_console_goes_on_with_the_counts_and_tells_no_history() -> None:
@@ -148,7 +152,7 @@ def test_before_its_first_step_the_live_console_shows_where_it_was_and_no_old_sp
 def test_the_clock_of_an_epoch_does_not_count_the_preparing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    live = LiveConsole(Console(file=io.StringIO(), force_terminal=True, width=100))
+    live = LiveConsole(Console(file=io.StringIO(), force_terminal=True, width=100), GuideScreen())
     now[0] += 300.0
     for event in (start(resumed=resumed()), step(16)):
         live.on_event(event)
@@ -165,8 +169,8 @@ def test_a_checkpoint_has_no_line_but_a_place_among_the_numbers() -> None:
     latest = LatestEvents()
     for event in events:
         latest.on_event(event)
-    assert list_line_items(latest)[-1].text == "last saved at step 1,003"
-    assert not list_line_items(latest)[-1].alarm
+    assert list_status_items(latest)[-1].text == "last saved at step 1,003"
+    assert not list_status_items(latest)[-1].alarm
 
 
 def ended(events: list[Event], **changes: object) -> list[str]:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from halfstep.journal.console import LiveConsole
 from halfstep.journal.events import Event
+from halfstep.journal.guide import GuideLog, GuideScreen
 from halfstep.journal.latest import LatestEvents
 from halfstep.journal.plain import PlainListener
 from halfstep.journal.text import describe_ending
@@ -45,7 +46,7 @@ def gave_up(**changes: Any) -> Event:
 
 def plain(*events: Event) -> list[str]:
     stream = io.StringIO()
-    listener = PlainListener(stream)
+    listener = PlainListener(stream, GuideLog())
     for event in events:
         listener.on_event(event)
     return stream.getvalue().splitlines()
@@ -53,7 +54,7 @@ def plain(*events: Event) -> list[str]:
 
 def on_screen(width: int, *events: Event) -> list[str]:
     stream = io.StringIO()
-    console = LiveConsole(Console(file=stream, force_terminal=True, width=width, color_system=None))
+    console = LiveConsole(Console(file=stream, force_terminal=True, width=width, color_system=None), GuideScreen())
     for event in events:
         console.on_event(event)
     console.close()
@@ -105,7 +106,7 @@ def test_an_end_without_those_fields_has_no_such_words() -> None:
 
 def test_a_long_command_is_not_broken_by_a_narrow_terminal() -> None:
     stream = io.StringIO()
-    console = LiveConsole(Console(file=stream, force_terminal=True, width=40, color_system=None))
+    console = LiveConsole(Console(file=stream, force_terminal=True, width=40, color_system=None), GuideScreen())
     for event in (start(), gave_up(do=f"{DO} {' '.join(f'key{n}=value' for n in range(9))}")):
         console.on_event(event)
     assert f"do: {DO} key0=value key1=value key2=value key3=value" in stream.getvalue()

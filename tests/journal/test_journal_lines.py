@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +26,12 @@ from tests.support.room import files_of_at_most
 
 def test_every_line_has_the_date_and_the_time_of_day(tmp_path: Path) -> None:
     journal = Journal([JsonLinesListener(tmp_path / "journal.jsonl")])
-    before = datetime.now(timezone.utc)
+    before = datetime.now(UTC)
     journal.note("now", "info")
     journal.close()
     [event] = read_events(tmp_path / "journal.jsonl")
     said = datetime.fromisoformat(event["utc"])
-    assert before - timedelta(milliseconds=1) <= said <= datetime.now(timezone.utc)
+    assert before - timedelta(milliseconds=1) <= said <= datetime.now(UTC)
 
 
 def refuse(word: str) -> None:

@@ -12,10 +12,11 @@ import pytest
 from halfstep import numbers
 from halfstep.errors import FolderTaken
 from halfstep.journal import text as words
-from halfstep.journal.console import list_line_items
 from halfstep.journal.events import Event
+from halfstep.journal.guide import GuideLog
 from halfstep.journal.latest import LatestEvents
 from halfstep.journal.plain import LogFileListener, PlainListener
+from halfstep.journal.status_items import list_status_items
 from halfstep.journal.text import describe_ending
 from tests.journal.told import end, epoch, note, speed, start, step, whole_run
 
@@ -23,7 +24,7 @@ from tests.journal.told import end, epoch, note, speed, start, step, whole_run
 def plain_lines(events: list[Event], encoding: str = "utf-8") -> list[str]:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    listener = PlainListener(stream)
+    listener = PlainListener(stream, GuideLog())
     for event in events:
         listener.on_event(event)
     listener.close()
@@ -150,20 +151,22 @@ def test_precision_asked_for_and_chosen(asked: str, chosen: str, line: str, sign
     event = start(precision={"asked": asked, "took": "", "chosen": chosen, "summary": "", "reasons": []})
     assert words.describe_precision(event) == line
     assert words.format_bar_label(event, None) == sign
+    enabled = line.partition("(")[2].partition(")")[0]
+    assert words.list_precision_lines(event) == [line, *([f"✓ AMP enabled with {enabled}"] if enabled else [])]
     assert words.format_bar_label(event, 0.974) == f"{sign}, 97 % observed"
 
 
 def test_the_line_of_numbers_has_what_there_is_and_no_more() -> None:
     latest = LatestEvents()
-    assert list_line_items(latest) == []
+    assert list_status_items(latest) == []
     latest.on_event(start())
     latest.on_event(step(2))
-    assert [item.text for item in list_line_items(latest)] == ["loss 1.0000", "lr 5e-4"]
+    assert [item.text for item in list_status_items(latest)] == ["loss 1.0000", "lr 5e-4"]
     latest.on_event(step(3, "gradient_overflow", loss_scale=32768.0, loss=math.nan))
     memory = {"host_bytes": 1, "device_bytes": 2**30, "device_peak_bytes": 2**31}
     gpu = {"utilisation": 0.93, "memory_utilisation": 0.4, "power_watts": 211.3, "temperature": None}
     latest.on_event(speed(memory=memory, gpu=gpu, wait_share=0.5))
-    items = list_line_items(latest)
+    items = list_status_items(latest)
     assert [item.text for item in items] == [
         "loss NaN",
         "IoU 0.6543",
@@ -197,7 +200,7 @@ def test_without_a_metric_so_far_the_last_evaluation_is_shown() -> None:
     latest = LatestEvents()
     for event in (start(), step(1), speed(train_metrics={}), epoch()):
         latest.on_event(event)
-    assert list_line_items(latest)[1].text == "val IoU 0.6234"
+    assert list_status_items(latest)[1].text == "val IoU 0.6234"
 
 
 def test_plain_lines_of_a_run() -> None:

@@ -12,6 +12,7 @@ from halfstep.journal import curves
 from halfstep.journal.curves import CurvesListener
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.jsonl import JOURNAL, LOG, read_events
+from halfstep.journal.lines import GUIDE
 from halfstep.journal.listeners import create_listeners
 from tests.journal.told import epoch, start, step, whole_run
 
@@ -25,7 +26,8 @@ def tell(journal: Journal, events: list[Event]) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "nan"])
 def test_a_run_leaves_its_journal_its_log_and_its_curves(tmp_path: Path, kind: str) -> None:
     screen = io.StringIO()
-    journal = Journal(create_listeners(tmp_path / "run", tracker="none", console=Console(file=screen)))
+    guided = create_listeners(tmp_path / "run", tracker="none", console=Console(file=screen), style=GUIDE)
+    journal = Journal(guided)
     tell(journal, whole_run(kind))
     assert len(journal.listeners) == 4, "a listener was left out"
     journal.close()
@@ -33,6 +35,17 @@ def test_a_run_leaves_its_journal_its_log_and_its_curves(tmp_path: Path, kind: s
     assert len(read_events(tmp_path / "run" / JOURNAL)) == len(whole_run(kind))
     assert (tmp_path / "run" / LOG).read_text() == screen.getvalue()
     assert (tmp_path / "run" / "curves.svg").read_text().startswith("<svg ")
+
+
+def test_the_log_has_the_details_that_the_table_leaves_out(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    journal = Journal(create_listeners(tmp_path / "run", tracker="none", console=Console(file=screen)))
+    tell(journal, whole_run())
+    journal.close()
+    log = (tmp_path / "run" / LOG).read_text()
+    for detail in ("num_workers: auto took 2", "Train IoU:  0.6543", "lr: 3e-4", "observed"):
+        assert detail in log
+        assert detail not in screen.getvalue()
 
 
 def test_a_quiet_run_has_no_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from halfstep.journal.console import LiveConsole
 from halfstep.journal.events import FORMAT, Event, Journal
+from halfstep.journal.guide import GuideScreen
 
 EPOCHS, STEPS = 2, 20
 
@@ -153,7 +154,7 @@ def _attempt(kind: str, attempt: int) -> Event:
 
 def main() -> None:
     """Tell a run to a terminal for ever, for a test that interrupts it."""
-    told = Journal([LiveConsole(Console())])
+    told = Journal([LiveConsole(Console(), GuideScreen())])
     try:
         for event in whole_run(json.loads(sys.argv[1])["kind"])[:15]:
             told.emit(**{k: v for k, v in event.items() if k != "time"})

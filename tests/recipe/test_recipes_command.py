@@ -118,7 +118,7 @@ def test_the_order_of_shards_is_explained_once_they_have_an_index(
     # imagenet100 reads folders, and would read shards with data.name=shards.
     for recipe in ("cifar10", "imagenet100"):
         said = json.loads(call("explain", recipe, str(data), "--json").output)
-        assert said["order"]["order"] == {"name": "randperm", "chunk": 0, "window": 0}
+        assert said["order"]["order"] == {"name": "randperm", "chunk": 0, "window": 0, "lanes": 0}
         assert said["order"]["mixing"] == 0.0
         assert 1.0 < said["order"]["read_ratio"] < 9.0, "tar headers next to tiny images"
     named = call("explain", "cifar10", f"{data}/train/s-{{00..01}}.tar")
@@ -127,7 +127,7 @@ def test_the_order_of_shards_is_explained_once_they_have_an_index(
     window = tmp_path / "window.yaml"
     window.write_text(read_recipe_text("cifar10")[1].replace("  name: shards", "  name: shards\n  window: 3"))
     said = json.loads(call("explain", str(window), str(data), "--json").output)["order"]
-    assert said["order"] == {"name": "windows", "chunk": 120, "window": 3}
+    assert said["order"] == {"name": "windows", "chunk": 120, "window": 3, "lanes": 1}
     words = " ".join(call("explain", str(window), str(data)).output.split())
     assert "order: 1 chunk of 120 samples open at once" in words
     assert "bytes for each byte of a sample; z 0.0 of a step's classes" in words

@@ -186,7 +186,7 @@ def _show_shard_order(found: RawRecipe, folder: str, json: bool) -> None:
     from halfstep.runs.explain_order import explain_order
 
     facts = explain_order(found, folder)
-    page = Page(f"recipe {found.label}", (Paragraph(str(facts)),))
+    page = Page(f"recipe {found.label}", tuple(Paragraph(line) for line in str(facts).splitlines()))
     show_result({"recipe": found.label, "folder": folder, "order": facts}, page, json)
 
 

@@ -31,8 +31,8 @@ class Axis:
         low, high = min(values), max(values)
         if low > SMALLEST and (scale == "log2" or (scale == "auto" and high / low > LOG_FROM)):
             return cls._logarithmic(low, high, 2.0 if scale == "log2" else 10.0)
-        if scale == "zero":
-            low, high = min(low, 0.0), max(high, 0.0)
+        if scale in ("zero", "share"):
+            low, high = min(low, 0.0), max(high, 1.0 if scale == "share" else 0.0)
         if low == high:
             around = abs(low) or 1.0
             low, high = low - around * 0.5, high + around * 0.5

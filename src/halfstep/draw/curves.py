@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from halfstep.draw.series import Points, RunSeries, collect_series
 from halfstep.draw.svg import write_svg
+from halfstep.metric_names import format_metric_name, is_share
 from halfstep.page import Curve, Curves, format_short_number, is_drawable
 
 Skips = Sequence[tuple[float, str]]
@@ -40,8 +41,14 @@ def build_loss_chart(train: Points, val: Points, skips: Skips, form: Form = form
 
 
 def build_metric_chart(name: str, train: Points, val: Points, form: Form = format_short_number) -> Curves:
-    """Return the metric of every epoch."""
-    return Curves(name, _build_curve_pair(train, val), y_title=name, form=form)
+    """Return a metric of every epoch, under its usual name; a share such as IoU on an axis from 0 to 1."""
+    title, curves = format_metric_name(name), _build_curve_pair(train, val)
+    return Curves(title, curves, y_title=title, scale=choose_metric_scale(name), form=form)
+
+
+def choose_metric_scale(name: str) -> Literal["auto", "share"]:
+    """Return the scale of the axis of a metric."""
+    return "share" if is_share(name) else "auto"
 
 
 def build_learning_rate_chart(points: Points, form: Form = format_short_number) -> Curves:

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def render_html_document(pages: Sequence[Page], *, title: str = "", refresh: int
     # Allows this style by its digest, pictures within the page, and nothing else.
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
     again = [f'<meta http-equiv="refresh" content="{refresh:d}">'] if refresh else []
-    made = f"Made {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC by halfstep {__version__}."
+    made = f"Made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by halfstep {__version__}."
     return "\n".join(
         [
             "<!doctype html>",

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -87,7 +87,7 @@ class Journal:
 
     def emit(self, event: str, **fields: Any) -> None:
         """Emit an event with these fields to all listeners; raise FolderLost if one finds the run's folder lost."""
-        utc = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        utc = datetime.now(UTC).isoformat(timespec="milliseconds")
         emitted = {"event": event, "time": round(self.seconds, 3), "utc": utc, **fields}
         lost: FolderLost | None = None
         # A copy: a listener that fails is removed while the loop runs.

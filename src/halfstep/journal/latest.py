@@ -28,6 +28,8 @@ class LatestEvents:
         self.skipped: Counter[str] = Counter()
         self.saved: dict[str, str] = {}
         self.checkpoint: CheckpointName | None = None
+        self.validated: tuple[str, ...] = ()
+        """The metrics of the last evaluation, by name."""
 
     def on_event(self, event: Event) -> None:
         """Record an event."""
@@ -40,6 +42,8 @@ class LatestEvents:
             self.saved[event["kind"]] = event["file"]
             if event["kind"] == CHECKPOINT:
                 self.checkpoint = CheckpointName(event["file"].rpartition("/")[2], event["attempt"])
+        elif kind == EPOCH:
+            self.validated = tuple(event.get("val") or self.validated)
         elif kind == START:
             self._begin(event)
 

@@ -12,9 +12,12 @@ from halfstep.errors import build_unknown_name_error
 from halfstep.journal.console import LiveConsole
 from halfstep.journal.curves import CurvesListener
 from halfstep.journal.events import Listener, StatefulListener
+from halfstep.journal.guide import GuideLog, GuideScreen
 from halfstep.journal.jsonl import JOURNAL, LOG, JsonLinesListener, iterate_saved_events
+from halfstep.journal.lines import GUIDE, TABLE
 from halfstep.journal.plain import LogFileListener, PlainListener
 from halfstep.journal.prometheus import METRICS, Prometheus
+from halfstep.journal.table import TableConsole
 from halfstep.journal.trackers import TRACKERS
 
 
@@ -23,6 +26,7 @@ def create_listeners(
     *,
     tracker: str,
     console: Console | None,
+    style: str = TABLE,
     resumed_at: int | None = None,
     prometheus: bool | str = False,
     largest_file: float = math.inf,
@@ -30,11 +34,11 @@ def create_listeners(
     """Return the listeners of a run in a folder; the curves come last, so that the console does not wait for them.
 
     A run that resumes after `resumed_at` attempts has a journal, which is cut back already; listeners recall it
-    silently. `prometheus` is the file with its metrics, or whether there is one in the folder; `largest_file` are the
-    bytes after which the journal continues in another file.
+    silently. `style` is that of the console, `run.console`. `prometheus` is the file with its metrics, or whether there
+    is one in the folder; `largest_file` are the bytes after which the journal continues in another file.
     """
     files: list[Listener] = [JsonLinesListener(dir / JOURNAL, largest_file), LogFileListener(dir / LOG)]
-    screen = [] if console is None else [create_console_listener(console)]
+    screen = [] if console is None else [create_console_listener(console, style)]
     trackers = create_tracker_listeners(tracker, dir, resumed_at)
     if prometheus:
         trackers.append(Prometheus(dir / (METRICS if prometheus is True else prometheus)))
@@ -80,11 +84,17 @@ def restore_listeners(every_listener: Sequence[Listener], path: Path) -> None:
                 pass
 
 
-def create_console_listener(console: Console) -> Listener:
-    """Return the live console if the cursor can move.
+def create_console_listener(console: Console, style: str = TABLE) -> Listener:
+    """Return the live console if the cursor can move, and the one of a notebook in its kernel.
 
-    Returns plain lines for files, pipes, notebooks and dumb terminals.
+    Returns plain lines for files, pipes, commands of a notebook's cell, and dumb terminals.
     """
     if console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal:
-        return LiveConsole(console)
-    return PlainListener(console.file)
+        return LiveConsole(console, GuideScreen() if style == GUIDE else TableConsole(is_live=True))
+    if console.is_jupyter and style != GUIDE:
+        from halfstep.journal.notebook import NotebookListener, find_notebook_display  # it loads what draws HTML
+
+        display = find_notebook_display()
+        if display is not None:
+            return NotebookListener(display)
+    return PlainListener(console.file, GuideLog() if style == GUIDE else TableConsole(is_live=False))

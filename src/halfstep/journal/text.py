@@ -11,21 +11,10 @@ from halfstep import numbers
 from halfstep.journal.events import Event
 from halfstep.journal.latest import CheckpointName, LatestEvents
 from halfstep.journal.trackers import LOOK, UPLOAD, suggest_tracker_commands
+from halfstep.metric_names import format_metric_name
 from halfstep.precision.names import AUTO, FP8, FP8_KINDS, parse_policy_name
 from halfstep.printable import escape_to_one_line
 
-_NAMES = {
-    "iou": "IoU",
-    "miou": "mIoU",
-    "dice": "Dice",
-    "psnr": "PSNR",
-    "fg": "FG",
-    "ari": "ARI",
-    "mbo": "mBO",
-    "ssim": "SSIM",
-    "top1": "Top-1",
-    "top5": "Top-5",
-}
 _ASCII = str.maketrans({"×": "x", "→": "->", "·": "|", "✓": "*", "🚀": "on", "📊": "off", "…": "...", "°": " "})
 ORDINARY = "gradient_overflow"
 """The reason of a skip while a loss scale adjusts; it is normal and no fault of a sample."""
@@ -53,12 +42,6 @@ def fit_encoding(text: str, encoding: str | None) -> str:
     return text
 
 
-def format_metric_name(metric: str) -> str:
-    """Return the usual spelling of a metric."""
-    words = " ".join(_NAMES.get(word.lower(), word) for word in escape_to_one_line(metric).split("_"))
-    return words if words.startswith(tuple(_NAMES.values())) else words[:1].upper() + words[1:]
-
-
 def is_mixed_precision(precision: str) -> bool:
     """Return whether a precision, or a policy, computes in fewer than 32 bits."""
     return bool(_list_narrow_formats(precision))
@@ -77,6 +60,12 @@ def _list_narrow_formats(precision: str) -> list[str]:
     return [*narrow, FP8] if in_fp8 else narrow
 
 
+def describe_shards(start: Event) -> str:
+    """Return a clause on the formats in which FSDP2 gathers and sums the shards; empty without shards."""
+    shards = start.get("shards")
+    return f"; shards {escape_to_one_line(shards['summary'])}" if shards else ""
+
+
 def describe_precision(start: Event) -> str:
     """Return the sentence on precision: the requested one and the chosen one."""
     asked, chosen = start["precision"]["asked"], start["precision"]["chosen"]
@@ -88,9 +77,17 @@ def describe_precision(start: Event) -> str:
     else:
         ending = ", as requested" if str(asked) == chosen else f", requested as {escape_to_one_line(asked)}"
     ending += "; slow on this device" if "precision.slow" in found else ""
+    ending += describe_shards(start)
     if not is_mixed_precision(chosen):
         return f"Mixed precision training is off: {chosen}{ending}"
     return f"Mixed precision training: {chosen} ({' and '.join(_list_narrow_formats(chosen))}){ending}"
+
+
+def list_precision_lines(start: Event) -> list[str]:
+    """Return the sentence on precision; of mixed precision, also the line by which users of AMP check it."""
+    enabled = _list_narrow_formats(start["precision"]["chosen"])
+    amp = [f"✓ AMP enabled with {' and '.join(enabled)}"] if enabled else []
+    return [describe_precision(start), *amp]
 
 
 def format_bar_label(start: Event, observed: float | None) -> str:
@@ -130,22 +127,13 @@ def describe_run(start: Event) -> list[tuple[str, str]]:
     rows = [
         ("device", f"{device['name']}{place}"),
         ("batch", describe_batch_size(start)),
-        ("samples", _describe_samples(start)),
+        ("samples", describe_samples(start)),
         ("length", length),
         ("parameters", f"{numbers.format_short_count(parameters['total'])}{trained}"),
         ("run folder", f"{start['dir']} (every setting is in its recipe.yaml)"),
         ("versions", " · ".join(f"{name} {number}" for name, number in versions.items())),
     ]
     return [(word, escape_to_one_line(line)) for word, line in rows]
-
-
-def describe_recipe(start: Event) -> list[str]:
-    """Return the resolved recipe, one line per section."""
-    return [
-        escape_to_one_line(f"{section}: {_format_content(content)}")
-        for section, content in start["recipe"].items()
-        if content != {}
-    ]
 
 
 def explain_precision(start: Event) -> list[str]:
@@ -225,11 +213,22 @@ def describe_bad_sample(event: Event) -> str:
     return escape_to_one_line(f"cannot use {event['name']}: {event['reason']}; {instead}")
 
 
+def is_observed_as_expected(event: Event) -> bool:
+    """Return whether the share of the work in the expected precision is large enough."""
+    return numbers.to_float(event["share"]) >= _MOST
+
+
 def describe_precision_check(event: Event) -> str:
     """Return the line on the precision that was observed in the first step."""
     share = "" if event["share"] is None else f"{numbers.format_percent(event['share'])} "
     text = escape_to_one_line(event["text"]) or f"{share}in {escape_to_one_line(event['expected'])}"
-    return f"✓ observed: {text}" if numbers.to_float(event["share"]) >= _MOST else f"observed: {text}"
+    return f"✓ observed: {text}" if is_observed_as_expected(event) else f"observed: {text}"
+
+
+def describe_note(event: Event) -> str:
+    """Return the line of a note."""
+    level = "warning: " if event.get("level") == "warning" else ""
+    return level + escape_to_one_line(event["text"])
 
 
 def describe_saved_file(event: Event) -> str:
@@ -242,7 +241,7 @@ def format_epoch_summary(event: Event, metric: str) -> list[str]:
     train, val = event["train"], event.get("val") or {}
     keys = [key for key in dict.fromkeys(["loss", metric, *train, *val]) if key in train or key in val]
     # If there is a mean, the numbers of the single classes are left to the journal.
-    rows = [(format_metric_name(key), train.get(key), val.get(key)) for key in keys if not _is_class_metric(key, keys)]
+    rows = [(format_metric_name(key), train.get(key), val.get(key)) for key in keys if not is_class_metric(key, keys)]
     shown, width = rows[:MOST_ROWS], max((len(name) for name, _, _ in rows[:MOST_ROWS]), default=0)
     lines = [f"Epoch {event['epoch']} Summary:"]
     lines += ["  " + " | ".join(_format_summary_cells(row, width, bool(train), bool(val))).rstrip() for row in shown]
@@ -251,24 +250,14 @@ def format_epoch_summary(event: Event, metric: str) -> list[str]:
     return [*lines, f"  {_describe_epoch_end(event)}"]
 
 
-def _format_content(content: Any) -> str:
-    if isinstance(content, Mapping):
-        return ", ".join(f"{key} {_format_content(value)}" for key, value in content.items())
-    if isinstance(content, list):
-        return f"[{', '.join(_format_content(value) for value in content)}]"
-    if isinstance(content, float):
-        return f"{content:g}"
-    if isinstance(content, bool):
-        return str(content).lower()
-    return "null" if content is None else str(content)
-
-
-def _is_class_metric(key: str, keys: Collection[str]) -> bool:
+def is_class_metric(key: str, keys: Collection[str]) -> bool:
+    """Return whether a metric is that of a single class, and its mean is among the others."""
     whole, _, part = key.partition("_")
     return bool(part) and whole in keys
 
 
-def _describe_samples(start: Event) -> str:
+def describe_samples(start: Event) -> str:
+    """Return the numbers of samples for training and for validation."""
     samples = start["samples"]
     again = (
         f" ({numbers.format_count(start['repeated_samples'])} repeated to fill the last step)"
@@ -313,7 +302,7 @@ def _describe_epoch_end(event: Event) -> str:
 
 
 STOPPED, GAVE_UP = "stopped", "gave_up"
-_ENDINGS = {
+ENDINGS = {
     "finished": "Finished",
     "early_stopping": "Stopped early",
     "interrupted": "Interrupted",
@@ -322,8 +311,8 @@ _ENDINGS = {
     GAVE_UP: "Gave up",
     "out_of_memory": "Out of memory",
 }
-_UNFINISHED = ("interrupted", "failed", STOPPED)
-_DONE = ("finished", "early_stopping")
+UNFINISHED = ("interrupted", "failed", STOPPED)
+DONE = ("finished", "early_stopping")
 NEXT = "next:"
 TO_TYPE = ("do:", LOOK, UPLOAD)
 """The prefixes of lines that the user is meant to copy."""
@@ -332,16 +321,16 @@ _KEPT = ("best", "last", "curves")
 
 def describe_ending(event: Event, latest: LatestEvents) -> list[str]:
     """Return the last lines of a run; the first one is the summary."""
-    reason = _ENDINGS.get(event["reason"], escape_to_one_line(event["reason"]))
+    reason = ENDINGS.get(event["reason"], escape_to_one_line(event["reason"]))
     applied, skipped = numbers.format_counted_noun(event["steps"], "step"), describe_skips(event.get("skipped") or {})
     lines = [f"{reason} after {numbers.format_duration(event['seconds'])}: {applied} applied, {skipped}"]
     if event.get("error"):
         lines += _indent_lines(event["error"])
     lines += [escape_to_one_line(f"  remedy of the guard: {remedy}") for remedy in event.get("remedies") or ()]
-    if event["reason"] in _UNFINISHED:
+    if event["reason"] in UNFINISHED:
         lines.append(f"  {_advise_resuming(event, latest)}")
     elif latest.checkpoint is not None and event["reason"] != GAVE_UP:
-        lines.append(f"  last checkpoint: {_name_checkpoint(latest.checkpoint)}")
+        lines.append(f"  last checkpoint: {name_checkpoint(latest.checkpoint)}")
     best = event.get("best") or {}
     if best.get("value") is not None:
         lines.append(
@@ -352,16 +341,24 @@ def describe_ending(event: Event, latest: LatestEvents) -> list[str]:
     kept = {what: file for what, file in latest.saved.items() if what in _KEPT}
     lines += [escape_to_one_line(f"  {what} saved in: {os.path.join(folder, file)}") for what, file in kept.items()]
     lines += [escape_to_one_line(f"  {line}") for line in suggest_tracker_commands(latest.start)]
-    if folder and event["reason"] in _DONE:
-        run = shlex.quote(folder)
-        folder_of_images = "" if latest.start.get("generates") else " FOLDER"
-        commands = (f"report {run}", f"evaluate {run}", f"predict {run}{folder_of_images}", f"export {run}")
-        lines += [escape_to_one_line(f"  {NEXT} halfstep {command}") for command in commands]
+    if event["reason"] in DONE:
+        lines += [f"  {NEXT} {command}" for command in list_next_commands(latest)]
     return (
         lines
         + _indent_lines(event.get("checkpoint_note"))
         + _indent_lines(f"{TO_TYPE[0]} {event['do']}" if event.get("do") else "")
     )
+
+
+def list_next_commands(latest: LatestEvents) -> list[str]:
+    """Return the commands for a finished run."""
+    folder = latest.start.get("dir", "")
+    if not folder:
+        return []
+    run = shlex.quote(folder)
+    images = "" if latest.start.get("generates") else " FOLDER"
+    commands = (f"report {run}", f"evaluate {run}", f"predict {run}{images}", f"export {run}")
+    return [escape_to_one_line(f"halfstep {command}") for command in commands]
 
 
 def _indent_lines(text: str | None) -> list[str]:
@@ -372,18 +369,17 @@ def _indent_lines(text: str | None) -> list[str]:
 def _advise_resuming(event: Event, latest: LatestEvents) -> str:
     signal = event.get("signal")
     if event.get("checkpoint"):
-        by = f"stopped by {signal} {_describe_step_place(latest)}: " if signal else ""
-        return escape_to_one_line(f"{by}saved as {event['checkpoint']}; {_advise_restarting(latest)}")
-    by = f"stopped by {signal} {_describe_step_place(latest)} without saving: " if signal else ""
+        by = f"stopped by {signal} {describe_step_place(latest)}: " if signal else ""
+        return escape_to_one_line(f"{by}saved as {event['checkpoint']}; {advise_restarting(latest)}")
+    by = f"stopped by {signal} {describe_step_place(latest)} without saving: " if signal else ""
     if latest.checkpoint is None:
         return escape_to_one_line(f"{by}no checkpoint was written yet: the same command starts again from step 0")
     return (
-        f"{escape_to_one_line(f'{by}{_advise_restarting(latest)}')} from checkpoint "
-        f"{_name_checkpoint(latest.checkpoint)}"
+        f"{escape_to_one_line(f'{by}{advise_restarting(latest)}')} from checkpoint {name_checkpoint(latest.checkpoint)}"
     )
 
 
-def _advise_restarting(latest: LatestEvents) -> str:
+def advise_restarting(latest: LatestEvents) -> str:
     """Return how to continue the run; the same command with --new would start another one."""
     if "--new" in str(latest.start.get("command", "")).split():
         folder = shlex.quote(f"run.dir={latest.start.get('dir', '')}")
@@ -391,11 +387,13 @@ def _advise_restarting(latest: LatestEvents) -> str:
     return "start it again with the same command to resume"
 
 
-def _name_checkpoint(checkpoint: CheckpointName) -> str:
+def name_checkpoint(checkpoint: CheckpointName) -> str:
+    """Return the name of a checkpoint with its step."""
     return f"{escape_to_one_line(checkpoint.name)} (step {numbers.format_count(checkpoint.attempt)})"
 
 
-def _describe_step_place(latest: LatestEvents) -> str:
+def describe_step_place(latest: LatestEvents) -> str:
+    """Return the place in the run: `at step 23 of 192`."""
     steps = latest.start.get("steps")
     of = f" of {numbers.format_count(steps)}" if steps else ""
     return f"at step {numbers.format_count(latest.attempt)}{of}"

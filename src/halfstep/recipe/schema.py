@@ -268,7 +268,7 @@ class EvaluateOptions(Section):
     """The settings of evaluation and early stopping."""
 
     every_epochs: Annotated[PositiveInt, Also("check_val_every_n_epoch")] = 1
-    """Epochs between two evaluations."""
+    """Epochs between two evaluations; the first and the last epoch always end with one."""
     patience: Annotated[PositiveInt | None, Also("early_stopping_patience")] = None
     """Stop early after this many evaluations without improvement."""
     min_delta: NonNegativeFloat = 0.0
@@ -332,6 +332,9 @@ class RunOptions(Section):
 
     dir: Annotated[str | None, Also("output_dir", "default_root_dir")] = None
     """The run's folder; by default `runs/RECIPE`."""
+    console: Annotated[Literal["table", "guide"], Also("style")] = "table"
+    """`table`: one row per epoch and one live line. `guide`: reasons, bars and a summary of each epoch, as in the
+    guides of other projects; train.log always has these lines."""
     log_every: Annotated[PositiveInt, Also("logging_steps", "log_every_n_steps")] = 10
     """Steps between two lines of the log."""
     journal_mb: PositiveInt = 100

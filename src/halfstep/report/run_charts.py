@@ -11,9 +11,10 @@ from halfstep.draw.curves import (
     build_loss_chart,
     build_loss_scale_chart,
     build_metric_chart,
+    choose_metric_scale,
     has_loss_scale,
 )
-from halfstep.journal.text import format_metric_name
+from halfstep.metric_names import format_metric_name
 from halfstep.page import Curve, Curves
 from halfstep.report.run_facts import RunFacts
 from halfstep.report.run_journal import CurvePoints, find_curve_points
@@ -31,7 +32,7 @@ def build_run_charts(run: RunFacts) -> list[Curves]:
     charts = [build_loss_chart(loss.xy, val.xy, skips, numbers.format_metric_value)]
     if run.metric != "loss":
         train, val = (find_curve_points(recorded.epochs, f"{part}.{run.metric}") for part in ("train", "val"))
-        charts.append(build_metric_chart(format_metric_name(run.metric), train.xy, val.xy, numbers.format_metric_value))
+        charts.append(build_metric_chart(run.metric, train.xy, val.xy, numbers.format_metric_value))
     charts += [_build_class_chart(run), build_learning_rate_chart(rate.xy, numbers.format_learning_rate)]
     if has_loss_scale(scale.y):
         charts.append(build_loss_scale_chart(scale.xy, skips, numbers.format_loss_scale))
@@ -51,7 +52,8 @@ def _build_class_chart(run: RunFacts) -> Curves:
     curves = tuple(Curve(name, *points.xy, n % 2 == 1, n) for n, (name, points) in enumerate(lowest))
     which = f", lowest {MOST_CLASSES} of {len(found)}" if len(found) > MOST_CLASSES else ""
     title = f"Validation {format_metric_name(run.metric)} by class{which}"
-    return Curves(title, curves, y_title=format_metric_name(run.metric), form=numbers.format_metric_value)
+    name, scale = format_metric_name(run.metric), choose_metric_scale(run.metric)
+    return Curves(title, curves, y_title=name, scale=scale, form=numbers.format_metric_value)
 
 
 def list_nonfinite_curves(run: RunFacts) -> list[str]:
@@ -127,6 +129,7 @@ def build_comparison_charts(runs: Sequence[tuple[str, RunFacts]]) -> list[Curves
             f"Validation {format_metric_name(metric)}",
             metrics,
             y_title=format_metric_name(metric),
+            scale=choose_metric_scale(metric),
             form=numbers.format_metric_value,
         ),
         of_steps("Gradient norm", "grad_norm", y_title="gradient norm, moving mean", form=numbers.format_metric_value),

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from halfstep import numbers
 from halfstep.checkpoint.paths import list_generations
 from halfstep.files import read_json
-from halfstep.journal.text import format_metric_name
 from halfstep.json_data import convert_to_json_data
+from halfstep.metric_names import format_metric_name
 from halfstep.recipe.strict_yaml import iterate_dotted_keys
 from halfstep.report.examined import read_examination
 from halfstep.report.json_fields import (
