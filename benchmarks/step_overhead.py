@@ -2,6 +2,7 @@
 
     python benchmarks/step_overhead.py [--pairs 100] [--calls 100] [--json] [--record] [--profile [ARM]]
     python benchmarks/step_overhead.py --against CHECKOUT [--pairs 120] [--calls 100] [--json]
+    python benchmarks/step_overhead.py --cold [ARM ...] [--pairs 200] [--threads 1] [--json]
 
 A bf16 step of a model so small that almost nothing but overhead is left: Linear 32-64-10, batch 16, fused AdamW.
 Clipping by norm, a schedule and an average of the weights are in every arm, written as leanly as each arm allows.
@@ -16,6 +17,13 @@ time; `two_optimizers`: Muon and AdamW with one loss and one clip, on matrices, 
 under a trained head, of which nothing may be copied (`frozen_copied` counts the bytes that a step copies beyond those
 of the loop by hand). Ratios are medians over interleaved pairs; `aa` is a hand-written loop against itself.
 
+Rows of models whose tensors are so small that little but Python is left, each with fused AdamW: `resnet_shape` has the
+178 modules, 161 parameters and 159 buffers of ResNet-50, `transformer_shape` 309 modules and 614 tensors. These and
+the tiny model are timed cold as well (`cold_...`): single steps of all arms in turns, by the CPU time of the thread, so
+that every step finds its caches used by others, as after a data loader. The excess is about a quarter higher there.
+`observed_...` is the time of an observed step over a plain one: of the first step, and of a later one. The counts say
+what one step executes (see step_counts.py), which no other load changes. `--cold` prints these alone.
+
 `--against` times halfstep's own arms with the code of this checkout and of another one, in turns: see against.py. `aa`
 is the other checkout against itself.
 """
@@ -23,12 +31,15 @@ is the other checkout against itself.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import platform
+import statistics
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -37,79 +48,29 @@ from typing import Any
 import against
 import torch
 import torch.nn.functional as F
+from step_counts import (
+    CLIP,
+    DECAY,
+    KINDS,
+    SHAPES,
+    average_by_hand,
+    build_parts,
+    build_step_by_hand,
+    build_stepper,
+    compute_loss,
+    count_step,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep import clock
-from halfstep.guard.guardian import Guardian
-from halfstep.guard.monitors.monitors import Meters
 from halfstep.precision.flags import read_fp32_flags
 from halfstep.precision.precision import resolve_precision_name
 
-CLIP, DECAY = 1.0, 0.999
 # As an object: a CPU without bf16 instructions emulates it in every arm, and none of them falls to fp32.
 BF16 = resolve_precision_name("bf16")
-Batch = tuple[Tensor, Tensor]
-
-
-def parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, Batch]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    return model, optimizer, schedule, (torch.randn(16, 32), torch.randint(0, 10, (16,)))
-
-
-def average_by_hand(model: nn.Module) -> Callable[[], None]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    averages = [p.detach().clone() for p in parameters]
-
-    @torch.no_grad()
-    def update() -> None:
-        torch._foreach_lerp_(averages, parameters, 1.0 - DECAY)
-
-    return update
-
-
-def bare() -> Callable[[], object]:
-    model, optimizer, schedule, (x, y) = parts()
-    parameters, average = list(model.parameters()), average_by_hand(model)
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        schedule.step()
-        average()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def stepper_and_batch() -> tuple[halfstep.Stepper, Batch]:
-    model, optimizer, schedule, batch = parts()
-    stepper = halfstep.Stepper(
-        model, optimizer, precision=BF16, clip_norm=CLIP, schedule=schedule, ema=halfstep.Ema(model, DECAY)
-    )
-    return stepper, batch
-
-
-def with_halfstep() -> Callable[[], object]:
-    stepper, batch = stepper_and_batch()
-    return lambda: stepper.step(loss_fn, batch)
-
-
-def with_guards() -> Callable[[], object]:
-    stepper, batch = stepper_and_batch()
-    guardian = Guardian(stepper, mode="repair", meters=Meters(stepper))
-    return lambda: guardian.step(loss_fn, batch)
+parts = partial(build_parts, "tiny")
 
 
 def with_fabric() -> Callable[[], object]:
@@ -275,6 +236,78 @@ def stepped(name: str) -> Callable[[], object]:
     return lambda: stepper.step(loss_fn, batch)
 
 
+SHAPED = [shape for shape in SHAPES if shape != "tiny"]
+
+
+def measured_shapes(pairs: int) -> dict[str, clock.TimeRatio]:
+    """The models of many small tensors, next to their own loops."""
+    found: dict[str, clock.TimeRatio] = {}
+    for shape in SHAPED:
+        arms = {"bare": KINDS["bare"](shape), "aa": KINDS["bare"](shape), shape: KINDS["halfstep"](shape)}
+        for arm in arms.values():
+            clock.measure_call_seconds(arm, WARM)
+        both = clock.measure_time_ratios(arms, baseline="bare", pairs=pairs, progress=show)
+        found |= {shape: both[shape], f"{shape}_aa": both["aa"]}
+    return found
+
+
+WARM = 24
+"""Steps before a step is a steady one."""
+
+
+def seconds_of_cpu(step: Callable[[], object]) -> float:
+    """The CPU seconds that this thread needs for one step."""
+    began = time.thread_time_ns()
+    step()
+    return (time.thread_time_ns() - began) / 1e9
+
+
+def measured_cold(shape: str, rounds: int) -> dict[str, clock.TimeRatio]:
+    """Single steps of all arms in turns, by CPU time: each finds caches that the others have used."""
+    arms = {name: make(shape) for name, make in (*KINDS.items(), ("aa", KINDS["bare"]))}
+    for arm in arms.values():
+        clock.measure_call_seconds(arm, WARM)
+    gc.collect()
+    gc.freeze()
+    timers = {name: partial(seconds_of_cpu, arm) for name, arm in arms.items()}
+    times = list(clock.iterate_interleaved_times(timers, rounds))
+    gc.unfreeze()
+    base = [each["bare"] for each in times]
+    return {
+        f"cold_{shape}_{name}": clock.compare_paired_times([each[name] for each in times], base)
+        for name in arms
+        if name != "bare"
+    }
+
+
+def measured_observed(shape: str) -> dict[str, float]:
+    """The CPU time of observed steps over that of a plain one: of the first, and of a later one."""
+    clock.measure_call_seconds(KINDS["halfstep"]("tiny"), 2)  # modules that torch loads at its first step
+    first, plain, later = [], [], []
+    for _ in range(3):
+        stepper, batch = build_stepper(shape)
+        step = partial(stepper.step, compute_loss, batch)
+        first.append(seconds_of_cpu(step))
+        plain += [seconds_of_cpu(step) for _ in range(8)][2:]
+        stepper._look_again()
+        later.append(seconds_of_cpu(step))
+    usual = statistics.median(plain)
+    return {
+        f"observed_{shape}_first": round(statistics.median(first) / usual, 2),
+        f"observed_{shape}_later": round(statistics.median(later) / usual, 2),
+    }
+
+
+def counted_steps() -> dict[str, dict[str, int]]:
+    """What one step of each arm executes."""
+    found = {}
+    for shape in SHAPES:
+        for kind, make in KINDS.items():
+            work = count_step(make(shape))
+            found[f"{shape}_{kind}"] = {"calls": work.whole.calls, "bytecodes": work.whole.bytecodes}
+    return found
+
+
 def measured_models(pairs: int) -> dict[str, clock.TimeRatio]:
     """Each of the other models next to its own loop, and that loop next to itself."""
     found: dict[str, clock.TimeRatio] = {}
@@ -310,23 +343,27 @@ def frozen_copied() -> int:
     return found[0] - found[1]
 
 
-ARMS = {
-    "bare": bare,
-    "aa": bare,
-    "halfstep": with_halfstep,
-    "guarded": with_guards,
+ARMS: dict[str, Callable[[], Callable[[], object]]] = {
+    "bare": partial(build_step_by_hand, "tiny"),
+    "aa": partial(build_step_by_hand, "tiny"),
+    "halfstep": partial(KINDS["halfstep"], "tiny"),
+    "guarded": partial(KINDS["guarded"], "tiny"),
     "fabric": with_fabric,
     "accelerate": with_accelerate,
 }
 
 
-COMPARED = {"halfstep": with_halfstep, "guarded": with_guards, **{name: partial(stepped, name) for name in MODELS}}
+COMPARED = {
+    **{name: ARMS[name] for name in ("halfstep", "guarded")},
+    **{name: partial(stepped, name) for name in MODELS},
+    **{shape: partial(KINDS["halfstep"], shape) for shape in SHAPED},
+}
 """The arms that another checkout has too."""
 
 
 def compare(chosen: argparse.Namespace) -> None:
     """Compare the steps of this checkout with those of another one."""
-    calls = {arm: 1 if arm in MODELS else chosen.calls for arm in COMPARED}
+    calls = {arm: chosen.calls if arm in ARMS else 1 for arm in COMPARED}
     threads = ["--threads", str(chosen.threads)] if chosen.threads else []
     found = against.compare(__file__, chosen.against, calls, chosen.pairs, threads)
     if chosen.json:
@@ -361,6 +398,36 @@ def profile(arm: str) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
+def print_ratios(measured: Mapping[str, clock.TimeRatio]) -> None:
+    for name, ratio in measured.items():
+        added = ratio.added_seconds * 1e6
+        print(f"{name:31s} {ratio.median:.3f}  (10-90 %: {ratio.low:.3f}-{ratio.high:.3f})  {added:+.1f} us a step")
+
+
+def print_observed(observed: Mapping[str, float]) -> None:
+    for name, ratio in observed.items():
+        print(f"{name:31s} {ratio:.1f} plain steps")
+
+
+def print_counts(counts: Mapping[str, Mapping[str, int]]) -> None:
+    for name, work in counts.items():
+        print(f"{name:31s} {work['calls']} calls of Python functions, {work['bytecodes']} bytecodes a step")
+
+
+def print_cold(shapes: Sequence[str], rounds: int, as_json: bool) -> None:
+    """Print the figures that need no idle machine."""
+    measured = {name: ratio for shape in shapes for name, ratio in measured_cold(shape, rounds).items()}
+    observed = {name: ratio for shape in shapes for name, ratio in measured_observed(shape).items()}
+    counts = {name: work for name, work in counted_steps().items() if name.rpartition("_")[0] in shapes}
+    if as_json:
+        print(json.dumps({**{k: asdict(v) for k, v in measured.items()}, **observed, "counts": counts}, indent=1))
+        return
+    print(conditions())
+    print_ratios(measured)
+    print_observed(observed)
+    print_counts(counts)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--pairs", type=int, help="default: 100, and 120 with --against (24 for steps over 5 s)")
@@ -368,6 +435,7 @@ def main() -> None:
     options.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with the code of another checkout")
     options.add_argument(against.WORKER, dest="is_worker", action="store_true", help=argparse.SUPPRESS)
     options.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
+    options.add_argument("--cold", nargs="*", choices=list(SHAPES), metavar="ARM", help="cold steps and counts alone")
     options.add_argument("--json", action="store_true")
     options.add_argument("--record", action="store_true", help="keep the figures in step_overhead.json")
     options.add_argument("--profile", nargs="?", const="guarded", choices=[*ARMS, *MODELS], metavar="ARM")
@@ -384,18 +452,25 @@ def main() -> None:
     if chosen.against:
         compare(chosen)
         return
+    if chosen.cold is not None:
+        print_cold(chosen.cold or list(SHAPES), chosen.pairs or 200, chosen.json)
+        return
     chosen.pairs = chosen.pairs or 100
     arms = {name: make() for name, make in ARMS.items()}
     for arm in arms.values():
         clock.measure_call_seconds(arm, 200)
     measured = clock.measure_time_ratios(arms, baseline="bare", pairs=chosen.pairs, calls=chosen.calls, progress=show)
-    measured |= measured_models(chosen.pairs)
+    measured |= measured_models(chosen.pairs) | measured_shapes(chosen.pairs)
+    for shape in SHAPES:
+        measured |= measured_cold(shape, chosen.pairs)
+    observed = {name: ratio for shape in SHAPES for name, ratio in measured_observed(shape).items()}
+    counts = counted_steps()
     copied, bare_us = frozen_copied(), clock.measure_call_seconds(arms["bare"], 1000) * 1e6
     if chosen.json or chosen.record:
         figures = {name: {k: round(v, 6) for k, v in asdict(ratio).items()} for name, ratio in measured.items()}
         command = " ".join(["python", "benchmarks/step_overhead.py", *sys.argv[1:]])
         about = {"command": command, "conditions": conditions(), "bare_us": round(bare_us, 1), "frozen_copied": copied}
-        text = json.dumps({**about, **figures}, indent=1)
+        text = json.dumps({**about, **figures, **observed, "counts": counts}, indent=1)
         if chosen.record:
             Path(__file__).with_suffix(".json").write_text(text + "\n", encoding="utf-8")
         if chosen.json:
@@ -403,15 +478,16 @@ def main() -> None:
             return
     print(conditions())
     print(f"bare step {bare_us:.0f} us; {chosen.pairs} interleaved rounds of {chosen.calls} calls")
-    for name, ratio in measured.items():
-        added = ratio.added_seconds * 1e6
-        print(f"{name:17s} {ratio.median:.3f}  (10-90 %: {ratio.low:.3f}-{ratio.high:.3f})  {added:+.1f} us a step")
+    print_ratios(measured)
+    print_observed(observed)
+    print_counts(counts)
     r = {name: ratio.median for name, ratio in measured.items()}
     print(
         f"halfstep={r['halfstep']:.3f} fabric={r['fabric']:.3f} accelerate={r['accelerate']:.3f} aa={r['aa']:.3f} "
         f"added_us={measured['halfstep'].added_seconds * 1e6:.1f} guarded={r['guarded']:.3f} masks={r['masks']:.3f} "
         f"two_optimizers={r['two_optimizers']:.3f} tensors2000={r['tensors2000']:.3f} "
-        f"frozen_base={r['frozen_base']:.3f} frozen_copied={copied}"
+        f"frozen_base={r['frozen_base']:.3f} frozen_copied={copied} resnet_shape={r['resnet_shape']:.3f} "
+        f"transformer_shape={r['transformer_shape']:.3f}"
     )
 
 

@@ -14,7 +14,7 @@ ROOT = SOURCE.parents[1]
 GROUND = {"_version", "errors", "formats", "finding", "clock", "files", "terminal", "user_code", "distributed"}
 GROUND |= {"printable", "status_line", "host_memory", "out_of_memory", "safetensors_header", "ownership"}
 GROUND |= {"deadline", "peers", "stop_signals", "launch_variables", "json_data", "status_files", "page", "numbers"}
-GROUND |= {"callable_package", "random_state"}
+GROUND |= {"callable_package", "random_state", "metric_names"}
 
 # Every layer, lowest first: its name, the layers that it stands on, and what it owns. It may import those it stands
 # on and all below them. CONTRIBUTING's picture is made from this list: `python -m tests.test_layers`.

@@ -28,6 +28,10 @@ ALLOWED = {
     # Code of the user's own, named on the command line or installed.
     "runs/registry.py": {"exec", "importlib.import_module"},
     "measure/subject.py": {"importlib.import_module"},
+    # The statements of the user's own loop, from its source, run again for a diagnosis by `halfstep.watch`.
+    "adapters/loop_code.py": {"exec"},
+    # The display of a kernel that has loaded IPython.
+    "journal/notebook.py": {"importlib.import_module"},
     # Modules of this package, by the names of its own files.
     "__init__.py": {"_importlib.import_module"},
     "callable_package.py": {"import_module"},

@@ -146,7 +146,7 @@ def transformer_xl_memories_as_a_tuple() -> str:
 
 @loop
 def transformer_xl_memories_as_a_list() -> str:
-    """The usual spelling, `self.mems = [...]` rebound to a new list: a container, which is the loop's own."""
+    """The usual spelling, `self.mems = [...]` rebound to a new list."""
 
     class Memories(nn.Module):
         def __init__(self) -> None:
@@ -158,18 +158,7 @@ def transformer_xl_memories_as_a_list() -> str:
             self.mems = [out.detach()]
             return out
 
-    torch.manual_seed(0)
-    plain, included = Memories(), Memories()
-    for model in (plain, included):
-        case = Case(model, adamw(model), small)
-        stepper = case.start()
-        if model is included:
-            stepper.include(model)
-            case.beside = [attributes(model, "mems")]
-        trains(case, SERIES[:2])
-        skips(case, poisoned(SERIES[2]))
-    require(not bool(plain.mems[0].isfinite().all()), "a list of a module was restored without include()")
-    return limit("attributes of a module that is not included", "a list is restored only of an included module")
+    return promise(carried(Memories, "mems"), SERIES)
 
 
 @loop

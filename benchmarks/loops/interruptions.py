@@ -351,7 +351,7 @@ def error_in_a_guard() -> str:
 
 @loop
 def error_in_the_schedule() -> str:
-    """A OneCycle schedule that is at its end raises in `step()`, after the weights have moved."""
+    """A OneCycle schedule that is at its end would raise in `step()`, after the weights have moved."""
     torch.manual_seed(0)
     model = mlp(norm=True)
     optimizer = adamw(model)
@@ -361,7 +361,7 @@ def error_in_the_schedule() -> str:
     before = case.state()
     try:
         case.stepper.step(mse, pairs(3)[2])
-    except ValueError:
+    except (ValueError, HalfstepError):
         pass
     else:
         raise Broken("a schedule past its end was not noticed")

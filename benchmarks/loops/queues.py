@@ -298,11 +298,30 @@ def list_of_a_module_that_is_included() -> str:
 def list_of_a_module_that_is_not_included() -> str:
     torch.manual_seed(0)
     model, memory = mlp(16, 16, 4), ListMemory()
-    case = Case(model, adamw(model), lambda m, b: memory(m(b[0])))
+    seen = Seen(lambda: {"items": list(memory.items), "counts": dict(memory.counts), "kinds": sorted(memory.kinds)})
+    case = Case(model, adamw(model), lambda m, b: memory(m(b[0])), beside=[seen])
     case.start()
-    skips(case, poisoned(VIEWS[0]))
-    require(len(memory.items) == 1, "a list of a module was restored without include()")
-    return limit("attributes of a module that is not included", "one item of a skipped step is in the list")
+    for batch in VIEWS:
+        skips(case, poisoned(batch))
+        trains(case, [batch])
+    require(len(memory.items) == 6 and memory.counts["seen"] == 6, f"{len(memory.items)} items")
+    return "6 skips left list, dict and set as they were"
+
+
+@loop
+def long_list_of_a_module_that_is_not_included() -> str:
+    """A list of more than 64 members: what a skipped step adds stays, and is reported."""
+    torch.manual_seed(0)
+    model, memory = mlp(16, 16, 4), ListMemory()
+    memory.items += [torch.zeros(4)] * 64
+    case = Case(model, adamw(model), lambda m, b: memory(m(b[0])))
+    stepper = case.start()
+    trains(case, [VIEWS[0]])
+    skips(case, poisoned(VIEWS[1]))
+    require([finding.id for finding in stepper.findings] == ["rollback.rebound"], "the list was not reported")
+    return limit(
+        "larger containers and arrays of a module", f"{len(memory.items) - 65} item of a skipped step is in it"
+    )
 
 
 @loop

@@ -37,7 +37,7 @@ where it has none.
 (the line of the fault ends with a comment of this text, which is nowhere else in this folder), `outside` (a name such
 as "weight head.weight" of what came into the step non-finite) and `words` that must be in the sentence. Decide it
 before you look at what is said. A single event keeps its state outside the model, for example in a list of a closure: a
-skip restores numbers, bools, None, strings, tuples and tensors that are attributes of a module, so a module that counts
+skip restores numbers, tensors, lists, dicts and other data that are attributes of a module, so a module that counts
 its calls in `self.calls` would fail every time.
 
 Run one: `python benchmarks/culprits.py --only empty_mask`; all: `python benchmarks/culprits.py`.

@@ -194,11 +194,11 @@ class Once(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # In a list: a skip restores a module's plain attributes, and the event would repeat.
-        self.left = [torch.nan]
+        # In an iterator: a skip restores a module's plain attributes and lists, and the event would repeat.
+        self.left = iter([torch.nan])
 
     def forward(self, h: Tensor) -> Tensor:
-        return h * self.left.pop() if self.left else h
+        return h * next(self.left, 1.0)
 
 
 class Scales(nn.Module):

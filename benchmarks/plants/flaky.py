@@ -68,10 +68,10 @@ class Memory(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = [float("inf"), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+        self.left = iter([float("inf"), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
 
     def forward(self, h: Tensor) -> Tensor:
-        return h + torch.full_like(h, self.left.pop(0) if self.left else 0.0)
+        return h + torch.full_like(h, next(self.left, 0.0))
 
 
 class Element(nn.Module):

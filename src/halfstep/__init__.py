@@ -21,6 +21,7 @@ if _importlib_util.find_spec("numpy") is None:
 if _typing.TYPE_CHECKING:
     from halfstep.adapters.accelerate import from_accelerate as from_accelerate
     from halfstep.adapters.grad_scaler import GradScaler as GradScaler
+    from halfstep.adapters.watch import watch as watch
     from halfstep.doctor.report import doctor as doctor
     from halfstep.errors import HalfstepError as HalfstepError
     from halfstep.finding import Finding as Finding
@@ -105,6 +106,7 @@ _HOMES = {
     "runs": "runs.listing",
     "survival": "measure.survival",
     "verify": "runs.verify",
+    "watch": "adapters.watch",
     "widen": "precision.precision",
     "windows": "step.window",
 }

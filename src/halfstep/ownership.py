@@ -17,7 +17,7 @@ import socket
 import stat
 import threading
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class RecordedProcess:
     @classmethod
     def own(cls, launch: str) -> RecordedProcess:
         """Return this process as a holder."""
-        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        since = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(os.getpid(), socket.gethostname(), since, compute_boot_container_id(), launch)
 
     @property

@@ -222,8 +222,9 @@ class Curves:
     curves: tuple[Curve, ...]
     x_title: str = "attempted steps"
     y_title: str = ""
-    scale: Literal["auto", "linear", "zero", "log2"] = "auto"
-    """`auto` is logarithmic if a spike would flatten the rest; `zero` starts at zero."""
+    scale: Literal["auto", "linear", "zero", "share", "log2"] = "auto"
+    """`auto` is logarithmic if a spike would flatten the rest; `zero` starts at zero; `share` is linear from 0 to 1,
+    and further where a number is outside."""
     skips: Sequence[tuple[float, str]] = ()
     """Skipped steps and their reasons."""
     form: Callable[[float], str] = format_short_number

@@ -40,6 +40,14 @@ def find_running_line(innermost: FrameType | None = None) -> str | None:
     return None
 
 
+def find_user_frame() -> FrameType | None:
+    """Return the innermost frame of the user's code; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_or_package(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def is_user_or_package(file: str) -> bool:
     """Return whether a file is the user's or an installed package's; timm's models count as what the user runs."""
     return not file.startswith(_NOT_THEIRS) and (file.startswith(_PACKAGES) or not file.startswith(_PYTHONS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from tests.support.ranks import Ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SCALE = 2.0**10
+_RUNS = Counter[int]()
+"""Not in the module, where a skip would restore it."""
 
 
 class Module(pl.LightningModule):
@@ -45,12 +48,18 @@ class Module(pl.LightningModule):
         self.model, self._case, self._interval = Model(), case, interval
         self.seen, self.steps = Seen(), []
         self.calls = 0
-        self.every_call: list[int] = []
-        """Not a plain value: a skip does not restore it."""
+        self.call_numbers: list[int] = []
+        _RUNS[id(self)] = 0
+
+    @property
+    def runs(self) -> int:
+        """The number of times that `training_step` ran, skipped steps and reruns included."""
+        return _RUNS[id(self)]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.calls += 1
-        self.every_call.append(self.calls)
+        self.call_numbers.append(self.calls)
+        _RUNS[id(self)] += 1
         loss = self.model(**batch)["loss"]
         self.log("train_loss", loss)
         return loss
@@ -124,7 +133,7 @@ def test_max_steps_counts_applied_steps() -> None:
     assert step.hosted.stepper.counts.attempted == 5
     assert step.report is not None
     assert step.report.applied
-    assert len(module.every_call) == 5 + 1, "five training steps, and the rerun of a diagnosis"
+    assert module.runs == 5 + 1, "five training steps, and the rerun of a diagnosis"
     assert module.calls == 4
 
 
@@ -281,12 +290,13 @@ def test_validation_alone_computes_in_the_precision() -> None:
     assert module.dtype_seen is torch.bfloat16
 
 
-def test_numbers_of_the_module_are_restored_and_lists_are_not() -> None:
+def test_numbers_and_lists_of_the_module_are_restored() -> None:
     case = Case("fp32", 1, "loss", 1)
     module, step, _ = fit(case)
     assert step.hosted is not None
     assert module.calls == step.hosted.stepper.counts.applied
-    assert len(module.every_call) > module.calls
+    assert module.call_numbers == list(range(1, module.calls + 1))
+    assert module.runs > module.calls
 
 
 # -- two ranks --------------------------------------------------------------------------------------------------------

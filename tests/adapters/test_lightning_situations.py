@@ -256,7 +256,7 @@ def test_a_diagnosis_does_not_count_in_metrics() -> None:
 
     module = Measures(ONE)
     run(module)
-    assert len(module.every_call) > WINDOWS, "the skipped one was run again"
+    assert module.runs > WINDOWS, "the skipped one was run again"
     assert module.seen_batches.compute() == WINDOWS - 1, "neither the skipped batch nor its rerun counts"
 
 

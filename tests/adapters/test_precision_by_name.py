@@ -28,13 +28,22 @@ ROWS = [{"x": torch.full((4,), value), "labels": torch.zeros(1)} for value in (1
 """The second batch of two is skipped, with a warning of the Guardian."""
 
 
+_SEEN: list[torch.dtype] = []
+"""Not in the module, where a skip would restore it."""
+
+
 class Net(nn.Module):
     """One layer that notes the format it computes in, and writes into its batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
-        self.seen: list[torch.dtype] = []
+        _SEEN.clear()
+
+    @property
+    def seen(self) -> list[torch.dtype]:
+        """The formats of all passes, those of skipped steps included."""
+        return _SEEN
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         out = self.layer(x.add_(1.0))

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tests.test_hostile_names import ESCAPE, harmless
 
 
 def utc(seconds: float = 0.0) -> str:
-    return (datetime.now(timezone.utc) + timedelta(seconds=seconds)).isoformat(timespec="seconds")
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat(timespec="seconds")
 
 
 def make(folder: Path, events: list[Event] | None, result: object = None, **said: Any) -> Path:
@@ -92,7 +92,7 @@ def test_the_states_of_runs_are_told_apart(tmp_path: Path, case: str) -> None:
         said = {**said, "pid": a_dead_process()}
     if case == "running":
         # Since the test process began, which was long before.
-        said = {**said, "since": datetime.fromtimestamp(psutil.Process().create_time() + 1, timezone.utc).isoformat()}
+        said = {**said, "since": datetime.fromtimestamp(psutil.Process().create_time() + 1, UTC).isoformat()}
     make(tmp_path / "run", events, result, **said)
     assert case.startswith(only(tmp_path).state)
     assert only(tmp_path / "run").state == only(tmp_path).state, "a run itself is a list of one"

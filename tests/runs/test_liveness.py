@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from halfstep.train.status import Launch, RankStatus, name_status_file
 
 def write(folder: Path, rank: int = 0, *, age: float = 0.0, **said: Any) -> None:
     """The status of a rank of this process, as old as this by its own clock."""
-    at = (datetime.now(timezone.utc) - timedelta(seconds=age)).isoformat()
+    at = (datetime.now(UTC) - timedelta(seconds=age)).isoformat()
     here = {"state": "running", "pid": os.getpid(), "host": socket.gethostname(), "launch": "a", "time": at, "world": 1}
     here |= {"step": 7, "phase": "computing", "beat": 1}
     draft = folder / "draft"

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import halfstep
 from halfstep.checkpoint.paths import list_generations
 from halfstep.errors import BadData, FolderTaken, HalfstepError, UnknownName, WrongUse
+from halfstep.metric_names import format_metric_name
 
 SHORT: dict[str, object] = {
     "train.steps": 4,
@@ -126,7 +127,7 @@ def test_a_run_is_shown_with_its_curves(run: Path) -> None:
     again = halfstep.fit("segmentation_tiny", settings={**SHORT, "run.dir": str(run)}, quiet=True)
     html = again._repr_html_()
     assert html.count("<figure") >= 2
-    assert again.best["metric"] in str(again)
+    assert format_metric_name(again.best["metric"]) in str(again)
 
 
 def test_a_skipped_step_is_shown_with_its_reason() -> None:

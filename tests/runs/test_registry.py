@@ -23,7 +23,7 @@ from torch import nn
 from halfstep.train.task import Task
 from halfstep.tasks.segmentation import Segmentation  # imported, so not a task of this file
 
-Sizes = list[int]  # a type in Python 3.10, and no class
+Sizes = list[int]  # an alias, and no class
 
 @dataclass
 class Options:

@@ -67,7 +67,7 @@ def test_epochs_that_end_with_an_evaluation_are_those_that_the_loop_judges(epoch
     length = RunLength(10 * epochs, epochs, every, 1.0)
     for done in range(epochs + 1):
         to_come = range(done + 1, epochs + 1)
-        due = [epoch for epoch in to_come if epoch % every == 0 or epoch == epochs]
+        due = [epoch for epoch in to_come if epoch % every == 0 or epoch in (1, epochs)]
         assert length.ends(done) == (len(due), len(to_come) - len(due))
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import PrecisionType
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.hosted_step import order_norms_by_model, replace_buffers_in_window, unwrap_ddp
+from halfstep.adapters.hosted_step import replace_buffers_in_window, unwrap_ddp
 from halfstep.errors import WrongUse, check_same_keys
 from halfstep.finding import Finding
 from halfstep.precision.names import parse_precision
@@ -75,7 +75,6 @@ def from_accelerate(
     if options.get("loss_scale") is None and parse_precision(asked).name == "fp16":
         options["loss_scale"] = build_accelerate_scale(accelerator)
     stepper = Stepper(model, inner, precision=asked, schedule=schedule, **options)
-    order_norms_by_model(stepper, model)
     if had_autocast:
         evidence = (
             f"accelerate's autocast in {accelerator.mixed_precision} was removed from "

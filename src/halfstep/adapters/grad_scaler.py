@@ -24,8 +24,9 @@ from torch.autograd.graph import increment_version
 from halfstep.adapters.included import IncludedObjects, Moves, find_moving_methods, skip_methods_without_update
 from halfstep.adapters.scaled_backward import ScaledBackward
 from halfstep.adapters.scaler_slot import ScalerSlot, build_empty_update_error
-from halfstep.errors import PrecisionRefused, StateMismatch
+from halfstep.errors import PrecisionRefused, StateMismatch, WrongUse
 from halfstep.formats import FP32, widest_dtype
+from halfstep.guard.verdict import Verdict
 from halfstep.precision.hardware import list_device_types
 from halfstep.precision.names import parse_precision
 from halfstep.precision.precision import resolve_precision_name
@@ -128,6 +129,22 @@ class GradScaler(torch.amp.GradScaler):
         self._last_scale: float | None = None
         self._adjusted_at = 0
         self._constants: tuple[Tensor, Tensor] | None = None
+        self._diagnoser: weakref.WeakMethod[Callable[[StepReport], Verdict]] | None = None
+
+    def accept_diagnoser(self, diagnoser: Callable[[StepReport], Verdict]) -> None:
+        """Let `halfstep.diagnose` ask a bound method for the verdict on a step, such as one of `halfstep.watch`."""
+        self._diagnoser = weakref.WeakMethod(diagnoser)
+
+    def diagnose_report(self, report: StepReport) -> Verdict:
+        """Return the verdict on the last step, for `halfstep.diagnose`; raise WrongUse if nothing watches the loop."""
+        diagnoser = None if self._diagnoser is None else self._diagnoser()
+        if diagnoser is None:
+            raise WrongUse(
+                "diagnose(scaler, report): a GradScaler sees neither the batch nor the loss function of a step",
+                allowed="a scaler whose loop is watched, or a Stepper",
+                do="halfstep.watch(model, optimizer, scaler) once, before the loop: it prints the cause by itself",
+            )
+        return diagnoser(report)
 
     def include(self, *things: Any, hold: str | Literal[False] | None = None) -> None:
         """Make a skip roll these back, or hold them.

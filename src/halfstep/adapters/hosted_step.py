@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import WrongUse, build_unknown_name_error, check_same_presence
+from halfstep.guard.event_text import build_event_warner
 from halfstep.guard.guardian import Guardian
+from halfstep.guard.repair.paste import Loop
 from halfstep.guard.streak import Limits
-from halfstep.guard.verdict import GuardEvent, Level, warn_of_event
+from halfstep.guard.verdict import GuardEvent, Level
 from halfstep.observe.recorder import strip_compile_wrappers
 from halfstep.step.checks import refuse_strict, refuse_weight_format
+from halfstep.step.earlier_steps import forget_earlier_steps
 from halfstep.step.ema import Ema
 from halfstep.step.loss import LossScale
 from halfstep.step.report import StepReport
@@ -71,6 +74,7 @@ class HostedStep:
         *,
         precision: str,
         clipping: Clipping,
+        loop: Loop,
         on_gradients: Callable[[list[Tensor]], object] | None = None,
         **options: Unpack[HostedStepOptions],
     ) -> None:
@@ -79,6 +83,8 @@ class HostedStep:
         Raises WrongUse and PrecisionRefused like `Stepper`.
         """
         decay = options.get("ema_decay")
+        # The foreign library counts the steps of each of its trainings from zero.
+        forget_earlier_steps(optimizer)
         self.stepper = Stepper(
             model,
             optimizer,
@@ -91,7 +97,7 @@ class HostedStep:
         )
         self.applying = False
         refuse_other_steps(optimizer, self)
-        self.guardian = _build_guardian(self.stepper, unwrap_ddp(model), options)
+        self.guardian = _build_guardian(self.stepper, unwrap_ddp(model), loop, options)
         self.report: StepReport | None = None
         """The report of the last window; None before the first one, and after one that was dropped."""
         self._last = False
@@ -168,8 +174,8 @@ def refuse_other_steps(optimizer: Optimizer, hosted: HostedStep) -> None:
     optimizer.register_step_pre_hook(before_step)
 
 
-def _build_guardian(stepper: Stepper, model: nn.Module, options: HostedStepOptions) -> Guardian | None:
-    mode, tell = options.get("guard", "watch"), options.get("tell", warn_of_event)
+def _build_guardian(stepper: Stepper, model: nn.Module, loop: Loop, options: HostedStepOptions) -> Guardian | None:
+    mode, tell = options.get("guard", "watch"), options.get("tell", build_event_warner(loop))
     if mode == "off":
         return None
     folder = options.get("record")
@@ -195,10 +201,10 @@ def replace_buffers_in_window(stepper: Stepper, weights: dict[str, Any]) -> None
                 weights[own] = buffer.clone()
 
 
-def order_norms_by_model(stepper: Stepper, model: nn.Module) -> None:
-    """Compute norms in the order of `model.parameters()`, bit-identical to a loop that clips these."""
-    for slot in stepper._slots.values():
-        slot.order_by(model)
+def order_norms_by_groups(stepper: Stepper) -> None:
+    """Compute norms in the order of the optimizer's groups, bit-identical to a loop that clips these."""
+    for slot in stepper.slots.values():
+        slot.order_by_groups()
 
 
 def unwrap_ddp(model: nn.Module) -> nn.Module:

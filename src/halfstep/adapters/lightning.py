@@ -24,6 +24,7 @@ from halfstep.adapters.hosted_step import (
     HostedStep,
     HostedStepOptions,
     check_adapter_options,
+    order_norms_by_groups,
     replace_buffers_in_window,
     unwrap_ddp,
 )
@@ -124,9 +125,12 @@ class HalfstepPrecision(Precision):
                 optimizers[0],
                 precision=self._asked,
                 clipping=self._clipping,
+                loop="lightning",
                 on_gradients=lambda _: self._after_closure(module, optimizers[0]),
                 **self._options,
             )
+            # Lightning clips the parameters of the optimizer, group by group.
+            order_norms_by_groups(self.hosted.stepper)
             self._choice = self.hosted.stepper.choice
         self.precision = _WORDS[self._choice.precision.computes.name]
         return model, optimizers, lr_schedulers

@@ -27,7 +27,6 @@ from halfstep.adapters.hosted_step import (
     HostedStep,
     HostedStepOptions,
     check_adapter_options,
-    order_norms_by_model,
     unwrap_ddp,
 )
 from halfstep.errors import StateMismatch, WrongUse
@@ -147,9 +146,9 @@ class HalfstepMixin(_Trainer):
                 self.optimizer.optimizer,
                 precision=_find_requested_precision(self.args),
                 clipping=clipping,
+                loop="transformers",
                 **self._options,
             )
-            order_norms_by_model(self.hosted.stepper, model)
             # Turn a prepared optimizer into a `_HostedOptimizer`; everyone who holds it keeps the same object.
             # A torch schedule has put its own wrapper of `step` on the instance, in front of the class.
             optimizer: Any = self.optimizer

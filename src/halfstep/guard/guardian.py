@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from halfstep.errors import Diverged, build_unknown_name_error, check_same_keys
 from halfstep.guard.alarms.spike import DIVERGENCE, NEW_LEVEL, REFUSED, RISEN, Notice, SpikeGuard
 from halfstep.guard.diagnosis.diagnoser import Diagnoser
+from halfstep.guard.diagnosis.earlier_weights import EARLY, WeightsBeforeUpdate
+from halfstep.guard.event_text import warn_of_event
 from halfstep.guard.repair.advice import build_give_up_error
 from halfstep.guard.repair.remedies import Remedies, RemedyApplier
 from halfstep.guard.repair.snapshot import RollbackSnapshot
 from halfstep.guard.streak import FALLS, Limits, OverflowCounter, SkipCounter, Streak
-from halfstep.guard.verdict import FailedStep, GuardEvent, Kind, Level, StepHistory, warn_of_event
+from halfstep.guard.verdict import FailedStep, GuardEvent, Kind, Level, StepHistory
 from halfstep.step.report import StepReport, parse_guard_name
+from halfstep.step.rerun import OtherWeights
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
 
@@ -86,7 +89,8 @@ class Guardian:
         self._streaks: dict[str, Streak] = {}
         """The current streaks, by the names of the optimizers whose steps were skipped."""
         self._applier, self._snapshot = RemedyApplier(stepper, limits.islands), RollbackSnapshot(stepper)
-        self._diagnoser = Diagnoser(stepper, limits.diagnoses, record, self._emit)
+        self._before_update = WeightsBeforeUpdate(stepper)
+        self._diagnoser = Diagnoser(stepper, limits.diagnoses, record, self._emit, self._list_earlier_weights)
         self._optimizer = next(iter(stepper.optimizers.values()))
         self._rate: float | None = None
         self._applied_since_failure = 0
@@ -97,6 +101,15 @@ class Guardian:
     def remedies(self) -> Remedies:
         """Return the remedies that are in place."""
         return self._applier.remedies
+
+    def _list_earlier_weights(self) -> OtherWeights:
+        """Return the weights from before an early update; in repair mode, those of the copy for rollbacks."""
+        # Other code that writes weights is no matter of the learning rate.
+        if not self._before_update.is_untouched:
+            return ()
+        if self.mode == "repair":
+            return self._snapshot.list_weights() if self.stepper.counts.applied <= EARLY else ()
+        return self._before_update.of_last_update()
 
     @property
     def in_trouble(self) -> bool:
@@ -151,6 +164,8 @@ class Guardian:
             self._spike.rate_jumped = bool(rates) and max(self._rate or 0.0, *rates) > JUMP * statistics.median(rates)
         elif self.mode == "repair":
             self._snapshot.take_if_due(self.limits.keep_every)
+        if self.mode == "watch" and self.limits.diagnoses:
+            self._before_update.take_if_early()
         return True
 
     def _after(self, report: StepReport, again: LossFunction | None) -> None:
@@ -171,6 +186,8 @@ class Guardian:
 
     def _applied(self, report: StepReport) -> None:
         self._diagnoser.remember(report, self._rate)
+        if self.limits.diagnoses:
+            self._before_update.note_result()
         self._skips.applied()
         if self._streaks:
             self._collapse.applied(report)

@@ -91,6 +91,13 @@ class Streak:
         # A cause in the batch, or one that does not repeat, may be another the next time; all others stay the same.
         return reason != self.diagnosed or self.verdict is None or self.verdict.cause in (DATA, NOT_REPRODUCIBLE)
 
+    def earlier_skip(self, attempt: int) -> tuple[int | None, str | None]:
+        """Return the first attempt of the streak if its cause is known, and the tensor that was the cause."""
+        culprit = None if self.verdict is None else self.verdict.culprit
+        if culprit is None or self.first is None or self.first >= attempt:
+            return None, None
+        return self.first, culprit.outside
+
     @property
     def excused(self) -> bool:
         """Return whether the skips so far are normal for a loss scale that adjusts."""
@@ -101,7 +108,14 @@ class Streak:
         """Return whether an update before the first skip may have corrupted the weights."""
         if self.guard:
             return False
-        return bool(self.refused) if self.verdict is None else self.verdict.cause in (DIVERGENCE, STATE)
+        if self.verdict is None:
+            return bool(self.refused)
+        return self.verdict.cause == DIVERGENCE or (self.verdict.cause == STATE and not self._is_for_code)
+
+    @property
+    def _is_for_code(self) -> bool:
+        """Return whether a change of the code is the only remedy."""
+        return self.verdict is not None and all(remedy.kind == "fix_code" for remedy in self.verdict.remedies)
 
     @property
     def older_weights_may_help(self) -> bool:
@@ -112,7 +126,7 @@ class Streak:
         verdict = self.verdict
         if verdict is None or verdict.cause in (DATA, CODE):
             return verdict is None
-        return verdict.cause != PRECISION or any(remedy.kind != "fix_code" for remedy in verdict.remedies)
+        return verdict.cause not in (PRECISION, STATE) or not self._is_for_code
 
     def as_dict(self) -> dict[str, Any]:
         """Return the streak as plain data."""

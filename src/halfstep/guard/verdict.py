@@ -13,7 +13,6 @@ from halfstep.draw.notebook import PageResult
 from halfstep.page import Block, Items, Page, Paragraph, Span, Text
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs
-from halfstep.user_code import warn_user
 
 Cause = Literal["warm_up", "precision", "data", "code", "state", "divergence", "compiler", "not_reproducible"]
 WARM_UP: Cause = "warm_up"
@@ -145,12 +144,6 @@ class GuardEvent:
     def as_dict(self) -> dict[str, object]:
         """Return the event as plain data."""
         return asdict(self)
-
-
-def warn_of_event(event: GuardEvent) -> None:
-    """Emit an event as a Python warning, unless it is only information; used if there is no other listener."""
-    if event.level != "info":
-        warn_user(event.text)
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,10 @@ class ObservationSchedule:
     def __init__(self) -> None:
         self._next = _FIRST
 
+    def continue_from(self, other: ObservationSchedule) -> None:
+        """Observe at the updates at which another schedule would."""
+        self._next = other._next
+
     def due(self, applied: int) -> bool:
         """Return True once for each of them, however often a step is repeated."""
         if applied < self._next:

@@ -14,8 +14,8 @@ from halfstep.draw import confusion as confusion_picture
 from halfstep.draw.images import write_png
 from halfstep.draw.sheet import PicturedSample, draw_sample_sheet, join_row_or_column
 from halfstep.files import write_csv
-from halfstep.journal.text import format_metric_name
 from halfstep.json_data import convert_to_json_data
+from halfstep.metric_names import format_metric_name
 from halfstep.runs.evaluate_page import ClassFigures, Columns, Evaluation, Mistake, format_figure
 from halfstep.runs.finished import FinishedRun
 from halfstep.runs.left_out import LeftOutFile

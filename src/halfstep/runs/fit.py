@@ -490,6 +490,7 @@ def _create_listeners(folder: Path, recipe: Any, quiet: bool, resumed: ResumeRec
         folder,
         tracker=recipe.run.tracker,
         console=console,
+        style=recipe.run.console,
         resumed_at=resumed.attempt if resumed else None,
         prometheus=recipe.run.prometheus,
         largest_file=recipe.run.journal_mb * MEGABYTE,

@@ -147,8 +147,7 @@ def _import_task(name: str) -> type[Task]:
 def _is_task(value: object) -> TypeGuard[type[Task]]:
     from halfstep.train.task import Task
 
-    # Not issubclass: in Python 3.10 an alias such as list[int] is a type, and no class.
-    return isinstance(value, type) and Task in value.__mro__
+    return isinstance(value, type) and issubclass(value, Task)
 
 
 def _check_task(found: object, where: str) -> type[Task]:

@@ -3,7 +3,8 @@
 If a buffer were restored but not the number that belongs to it, the module would be in a state that no step produced: a
 cache with the wrong length, a codebook marked as initialized. So all attributes of a module are restored together:
 registered buffers and parameters, and plain attributes (numbers, strings, None, enum members and other values that
-cannot change, tensors, tuples of these). No tensor is copied here.
+cannot change, tensors, tuples of these), containers and data objects. No tensor is copied here; what is written into a
+container is restored by `containers`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import enum
 import numbers
 import os
 import sys
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -112,18 +112,14 @@ class ModuleBindings:
     def __init__(self) -> None:
         self._kept: list[_KeptDictionary] = []
         self._saved: list[Names] = []
-        self._containers: list[tuple[Any, Any]] = []
         self._attributes: list[tuple[Names, int]] = []
         """The attributes of each module, with the number of torch's own entries in front."""
         self._scripted: list[int] = []
         """The places of torch.jit modules in `_kept`."""
-        self._whole: list[tuple[Names, int]] = []
-        """The same of modules whose lists, dicts and sets are restored."""
 
     def follow(self, modules: Iterable[nn.Module], whole: Iterable[nn.Module] = ()) -> None:
-        """Use these modules from now on; of those in `whole`, the members of lists, dicts and sets are restored too."""
-        included = {id(part): part for module in whole for part in module.modules()}
-        self._whole = [(part.__dict__, _count_torch_entries(part)) for part in included.values()]
+        """Use these modules from now on; of those in `whole`, all attributes are restored."""
+        included = {id(part) for module in whole for part in module.modules()}
         followed = list(modules)
         in_python = [module for module in followed if not isinstance(module, torch.jit.ScriptModule)]
         self._attributes = [(module.__dict__, _count_torch_entries(module)) for module in in_python]
@@ -136,9 +132,6 @@ class ModuleBindings:
     def remember(self) -> None:
         """Save the bindings, before the first micro-batch."""
         self._saved = [kept.names.copy() for kept in self._kept]
-        self._containers = [
-            (value, value.copy()) for names, own in self._whole for value in _list_containers(names, own)
-        ]
 
     def add(self, module: nn.Module) -> None:
         """Save the bindings of one more module in an open window, before it runs."""
@@ -174,8 +167,6 @@ class ModuleBindings:
         """Bind again what a window has rebound, added or removed."""
         for kept, before in zip(self._kept, self._saved, strict=True):
             kept.restore(kept.names, before)
-        for container, before in self._containers:
-            _refill_container(container, before)
 
 
 def list_tensor_attributes(module: nn.Module) -> Names:
@@ -214,11 +205,16 @@ def _restore_scripted(names: ScriptedAttributes, before: Names) -> None:
 
 def _restore_attributes(names: Names, before: Names) -> None:
     for name, value in before.items():
-        if names.get(name, _MISSING) is not value and is_plain(value) and name not in _REGISTRIES:
+        if names.get(name, _MISSING) is not value and _is_data(value) and name not in _REGISTRIES:
             names[name] = value
     if len(names) != len(before) or names.keys() != before.keys():
-        for name in [name for name, value in names.items() if name not in before and is_plain(value)]:
+        for name in [name for name, value in names.items() if name not in before and _is_data(value)]:
             del names[name]
+
+
+def _is_data(value: Any) -> bool:
+    """Return whether an attribute is restored: modules, functions and classes are no state of a step."""
+    return is_plain(value) or not callable(value)
 
 
 def _restore_all_attributes(names: Names, before: Names) -> None:
@@ -239,23 +235,3 @@ def _restore_parameters(names: Names, before: Names) -> None:
     # FSDP2 itself exchanges shards for whole parameters in forward.
     if not any(hasattr(parameter, "__tensor_flatten__") for parameter in (*names.values(), *before.values())):
         _restore_registry(names, before)
-
-
-_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict})
-"""Exactly these types: others may be frozen, or compute what they hold."""
-
-
-def _list_containers(names: Names, own: int) -> list[Any]:
-    if own:
-        return [value for value in islice(names.values(), own, None) if type(value) in _CONTAINERS]
-    return [value for name, value in names.items() if name not in _REGISTRIES and type(value) in _CONTAINERS]
-
-
-def _refill_container(container: Any, before: Any) -> None:
-    """Give a container the members that it had."""
-    if isinstance(container, (dict, set)):
-        container.clear()
-        container.update(before)
-    elif len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
-        container.clear()
-        container.extend(before)

@@ -16,6 +16,7 @@ from halfstep.finding import Finding
 from halfstep.formats import FP64
 from halfstep.observe.reachable import find_reachable_instances, list_global_names
 from halfstep.precision.precision import Precision
+from halfstep.step.containers import MOST_ARRAY_BYTES, MOST_MEMBERS
 from halfstep.step.optimizer_slot import list_optimizer_parameters
 from halfstep.step.stored_formats import check_trained_weights_wide, format_first_names
 
@@ -31,7 +32,7 @@ def check_model_and_optimizers(
     check_no_lazy_modules(model)
     names = {id(p): name for name, p in model.named_parameters()}
     for name, optimizer in optimizers.items():
-        _check_steps_once(name, optimizer)
+        check_steps_once(name, optimizer)
         _check_no_offload(name, optimizer)
         owned = list_optimizer_parameters(optimizer)
         _check_belongs_to_model(name, owned, names)
@@ -106,6 +107,19 @@ def build_rebound_tensors_finding(names: Sequence[str]) -> Finding:
         "warning",
         f"the step was not applied, but rebound {', '.join(dict.fromkeys(names))}, outside of any module",
         "keep it as an attribute of a module, write it in place, or stepper.include() an object with state_dict()",
+    )
+
+
+def build_changed_containers_finding(names: Sequence[str]) -> Finding:
+    """Return the finding for contents of modules that a skipped step has changed and that are not restored."""
+    return Finding(
+        "rollback.rebound",
+        "warning",
+        f"the step was not applied, but changed the contents of {format_first_names(list(dict.fromkeys(names)))}, "
+        f"which {'is' if len(set(names)) == 1 else 'are'} not restored: a container of more than {MOST_MEMBERS} "
+        f"members, an array of more than {MOST_ARRAY_BYTES // 2**10} KiB, or an object of another class",
+        "stepper.include(model) for containers and arrays of any size; keep the tensors of the object as attributes of "
+        "the module, or stepper.include() an object with state_dict()",
     )
 
 
@@ -204,7 +218,7 @@ def check_no_lazy_modules(model: nn.Module) -> None:
         )
 
 
-def _check_steps_once(name: str, optimizer: torch.optim.Optimizer) -> None:
+def check_steps_once(name: str, optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     needed = closure is not None and closure.default is inspect.Parameter.empty
     # SAM and its variants come from many packages; all of them have these two methods.
@@ -320,6 +334,36 @@ def refuse_strict(where: str, strict: object) -> None:
             allowed="a precision by name, which runs as requested or is refused; auto, which chooses",
             do="leave strict out; for a fallback: precision=halfstep.choose_precision('bf16', fallback=True)",
         )
+
+
+def check_schedule_has_steps(schedule: Any, window: Sequence[Any]) -> None:
+    """Raise WrongUse if a schedule for a number of steps, such as OneCycleLR, has made all of them."""
+    total, made = schedule.total_steps, schedule.last_epoch
+    if made < total:
+        return
+    epoch = getattr(window, "of", None)
+    try:
+        updates = f"{len(epoch)} updates" if epoch is not None else "len(loader) updates"
+    except TypeError:
+        updates = "as many updates as it has windows"
+    raise WrongUse(
+        f"an update after the {total} steps of {type(schedule).__name__}(total_steps={total})",
+        allowed=f"{total} updates; an epoch makes {updates}: a short last window is an update, too",
+        do="total_steps = epochs * len(halfstep.windows(loader, microbatches)), or windows(..., drop_last=True)"
+        if epoch is not None
+        else "total_steps = epochs * len(loader), or epochs * len(halfstep.windows(loader, microbatches))",
+    )
+
+
+def check_keep_gradients(keep: bool, weight_format: str | None) -> bool:
+    """Return `keep`; raise WrongUse for weights stored in bf16, whose gradients are unscaled within the update."""
+    if keep and weight_format not in (None, "fp32"):
+        raise WrongUse(
+            f"keep_gradients=True with weight_format={weight_format!r}, whose gradients stay scaled and unclipped",
+            allowed="keep_gradients=True with weights in fp32",
+            do="read the gradients in on_gradients=fn, which gets them unscaled",
+        )
+    return keep
 
 
 def refuse_weight_format(where: str, options: Mapping[str, object]) -> None:

@@ -267,7 +267,13 @@ def _have_same_shapes(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) 
 
 
 def check_ema_model(ema: Ema | None, model: nn.Module) -> Ema | None:
-    """Return `ema`; raise WrongUse if it averages another model."""
+    """Return `ema`; raise WrongUse if it is no Ema or averages another model."""
+    if ema is not None and not isinstance(ema, Ema):
+        raise WrongUse(
+            f"ema={type(ema).__name__}, whose updates a skip could not leave out",
+            allowed="a halfstep.Ema of the model that is trained",
+            do="ema=halfstep.Ema(model, decay=0.999)",
+        )
     if ema is not None and not ema.averages_some_of(model):
         raise WrongUse("an Ema of another model", allowed="an Ema of the model that is trained", do="ema=Ema(model)")
     return ema

@@ -111,6 +111,10 @@ class LossSlot:
         else:
             self.scale = choose_loss_scale(precision)
 
+    def starts_like(self, other: LossSlot) -> bool:
+        """Return whether both were given a loss scale of the same kind and settings."""
+        return type(self.scale) is type(other._first[0]) and self._first[1] == other._first[1]
+
     def scaled(self, loss: Any, divide: int, ranks: Ranks, window: int) -> Tensor:
         """Return the tensor to run backward on.
 

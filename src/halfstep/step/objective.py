@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from halfstep.step.report import (
     OptimizerReport,
     StepReport,
 )
+
+_PLACE = itemgetter(0)
 
 
 class Objective:
@@ -79,11 +82,18 @@ class Objective:
         found = self.loss.numbers()
         if len(self.slots) == 1:
             return [*found, self.slots[0].gradients.norm()]
-        everything = [gradient for slot in self.slots for gradient in slot.gradients.local]
+        everything = self._gradients_in_order()
         # torch's own norm over all of them, to the bit; the root of the summed squares would round differently.
         own = [s.gradients.norm() if s.gradients.local else torch.zeros_like(found[0]) for s in self.slots]
         total = compute_fp32_norm if any(slot.gradients.may_be_narrow for slot in self.slots) else get_total_norm
         return [*found, total(everything), *own]
+
+    def _gradients_in_order(self) -> list[Tensor]:
+        """Return the gradients of all its optimizers in the model's order, in which `clip_grad_norm_` sums them."""
+        if not all(slot.gradients.places for slot in self.slots):
+            return [gradient for slot in self.slots for gradient in slot.gradients.local]
+        found = [pair for slot in self.slots for pair in slot.gradients.with_places()]
+        return [gradient for _, gradient in sorted(found, key=_PLACE)]
 
     def numbers_on_ranks(self) -> list[Tensor]:
         """Return a total and a count in any case, so that a rank without a batch knows every position."""
@@ -183,6 +193,12 @@ class Objective:
                 slot.gradients.multiply_all_but_bf16_(slot.multiplier)
                 if slot.clip_value is not None:
                     slot.gradients.clamp_all_but_bf16_(slot.clip_value)
+
+    def unscale_skipped(self) -> None:
+        """Unscale gradients that are kept and not applied."""
+        for slot in self.slots:
+            if slot.gradients.local:
+                slot.gradients.multiply_(self.loss.factor)
 
     def adjust(self) -> None:
         """Adjust the scale from the gradients: a non-finite loss says nothing about it."""

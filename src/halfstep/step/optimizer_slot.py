@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, NotRequired, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys, check_same_presence
 from halfstep.formats import FP32, FP64, Format, is_narrow, round_to_fp32
+from halfstep.observe.recorder import strip_compile_wrappers
 
 # -- param tracker ----------------------------------------------------------------------------------------------------
 # Track which modules and parameters take part in a step, and notice changes before the next one.
@@ -83,8 +84,12 @@ def stack_numbers(numbers: Sequence[Tensor]) -> Tensor:
 class Gradients:
     """The gradients of some parameters, treated as one vector over all ranks."""
 
-    def __init__(self, parameters: Sequence[Tensor], *, may_be_narrow: bool = False) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], *, may_be_narrow: bool = False, places: Sequence[int] = ()
+    ) -> None:
         self.parameters = list(parameters)
+        self.places = places
+        """The place of each parameter in the model, if norms are summed in the model's order."""
         self.may_be_narrow = may_be_narrow
         """Whether some may be in bf16; these are multiplied and clamped where they are widened, in the update."""
         self.trainable = [p for p in self.parameters if p.requires_grad]
@@ -114,6 +119,11 @@ class Gradients:
             both = zip(found, self.local, strict=True)
             self._summed = [g.coalesce()._values() if g.is_sparse else plain for g, plain in both]
         return bool(found)
+
+    def with_places(self) -> list[tuple[int, Tensor]]:
+        """Return the gradients on this rank, each with the place of its parameter in the model."""
+        reached = [place for place, p in zip(self.places, self.parameters, strict=True) if p.grad is not None]
+        return list(zip(reached, self.local, strict=True))
 
     def norm(self) -> Tensor:
         """Return the 2-norm, as torch computes it."""
@@ -227,6 +237,8 @@ class OptimizerSlotState(TypedDict):
     optimizer: dict[str, Any]
     schedule_kind: str | None
     schedule: dict[str, Any] | None
+    parameters: NotRequired[list[str]]
+    """The names of the parameters in the optimizer's order, if all are the model's."""
 
 
 class WeightUpdater(Protocol):
@@ -246,30 +258,33 @@ class OptimizerSlot:
         schedule: Any = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self.name, self.optimizer, self.schedule = name, optimizer, check_schedule(schedule, optimizer)
         self.clip_norm, self.clip_value = clip_norm, clip_value
-        self._ordered_by: nn.Module | None = None
+        self._model = self._ordered_by = model
         self.weights: WeightUpdater | None = None
-        self.gradients = Gradients(list_optimizer_parameters(optimizer))
+        self.follow()
         self.norm = self.multiplier = math.nan
         """The norm of its gradients, unscaled and before clipping, and the factor that they were multiplied by."""
 
-    def order_by(self, model: nn.Module) -> None:
-        """Sum norms in the model's order of parameters, as `clip_grad_norm_(model.parameters())` does.
+    def order_by_groups(self) -> None:
+        """Sum norms in the optimizer's order instead of the model's, for a loop that clips the optimizer's parameters.
 
         An optimizer with several groups has another order, and a sum in another order rounds differently.
         """
-        self._ordered_by = model
+        self._ordered_by = None
         self.follow()
 
     def follow(self) -> None:
         """Rebuild the list of parameters after some were added, removed or unfrozen."""
         owned = list_optimizer_parameters(self.optimizer)
+        own_places: list[int] = []
         if self._ordered_by is not None:
             places = {id(p): place for place, p in enumerate(self._ordered_by.parameters())}
             owned.sort(key=lambda p: places.get(id(p), len(places)))
-        self.gradients = Gradients(owned, may_be_narrow=self.weights is not None)
+            own_places = [places.get(id(p), len(places)) for p in owned]
+        self.gradients = Gradients(owned, may_be_narrow=self.weights is not None, places=own_places)
 
     def apply(self) -> None:
         """Step the optimizer, then its schedule."""
@@ -285,11 +300,62 @@ class OptimizerSlot:
 
     def state_dict(self) -> OptimizerSlotState:
         """Return the states of optimizer and schedule, with their types."""
-        return {
+        state: OptimizerSlotState = {
             "kind": type(self.optimizer).__name__,
             "optimizer": self._read_plain_state(),
             "schedule_kind": None if self.schedule is None else type(self.schedule).__name__,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
+        }
+        if names := self._list_names():
+            state["parameters"] = names
+        return state
+
+    def _list_names(self) -> list[str]:
+        """Return the names of the parameters in the optimizer's order; empty if one is not the model's."""
+        if self._model is None:
+            return []
+        # The names of a compiled model, and of one in DistributedDataParallel, are those of the plain model.
+        known = {id(p): strip_compile_wrappers(name) for name, p in self._model.named_parameters()}
+        names = [known.get(id(p), "").removeprefix("module.") for p in list_optimizer_parameters(self.optimizer)]
+        return names if all(names) and len(set(names)) == len(names) else []
+
+    def _match_by_name(self, state: OptimizerSlotState) -> dict[str, Any]:
+        """Return the saved state of the optimizer with its parameters in this optimizer's order.
+
+        States without names, and of other names, are matched by position. Raises StateMismatch if a parameter is in
+        another group.
+        """
+        saved, theirs, ours = state["optimizer"], state.get("parameters", []), self._list_names()
+        if theirs == ours or set(theirs) != set(ours) or not {"state", "param_groups"} <= set(saved):
+            return saved
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        by_name = dict(zip(theirs, keys, strict=True))
+        held, at = [], 0
+        for group in self.optimizer.param_groups:
+            held.append(ours[at : at + len(group["params"])])
+            at += len(group["params"])
+        of_key = {key: name for name, key in by_name.items()}
+        groups = {frozenset(of_key[key] for key in group["params"]): group for group in saved["param_groups"]}
+        found = [groups.get(frozenset(names)) for names in held]
+        moved = [group is not saved["param_groups"][place] for place, group in enumerate(found) if group is not None]
+        if None in found or (any(moved) and self.schedule is not None):
+            raise StateMismatch(
+                f"optimizer {self.name!r} was saved with its parameters in other groups",
+                allowed="the same parameters in each group, in any order, and with a schedule the same order of groups",
+                do="build the optimizer's groups as in the saved run",
+            )
+        places = iter(range(len(ours)))
+        return {
+            **saved,
+            "state": {
+                place: saved["state"][key]
+                for place, name in enumerate(ours)
+                if (key := by_name[name]) in saved["state"]
+            },
+            "param_groups": [
+                {**(group or {}), "params": [next(places) for _ in names]}
+                for group, names in zip(found, held, strict=True)
+            ],
         }
 
     def _read_plain_state(self) -> dict[str, Any]:
@@ -307,13 +373,14 @@ class OptimizerSlot:
     def check_state(self, state: OptimizerSlotState) -> None:
         """Raise StateMismatch for the state of another optimizer, schedule or model; nothing is changed."""
         ours = self.state_dict()
-        check_same_keys(f"optimizer {self.name!r}", ours, state)
+        named = {"parameters"}  # states of earlier versions have no names
+        check_same_keys(f"optimizer {self.name!r}", set(ours) - named, set(state) - named)
         self._check_kind("optimizer", ours["kind"], state["kind"])
         check_same_presence("a schedule", "schedule", ours, state)
         self._check_kind("schedule", ours["schedule_kind"], state["schedule_kind"])
         if ours["schedule"] is not None and state["schedule"] is not None:
             check_same_keys(f"the {ours['schedule_kind']} of {self.name!r}", ours["schedule"], state["schedule"])
-        saved, held = state["optimizer"], ours["optimizer"]
+        saved, held = self._match_by_name(state), ours["optimizer"]
         # A wrapper around another optimizer may nest its state, or use a different format.
         torchs = {"state", "param_groups"}
         check_same_keys(f"the {ours['kind']} of {self.name!r}", torchs & set(held), torchs & set(saved))
@@ -370,7 +437,7 @@ class OptimizerSlot:
 
     def load_state_dict(self, state: OptimizerSlotState) -> None:
         """Load the states of optimizer and schedule."""
-        saved = state["optimizer"]
+        saved = self._match_by_name(state)
         small = any(isinstance(v, Mapping) for kept in _list_saved_states(saved) for v in kept.values())
         if small:
             from halfstep.step.small_states import convert_to_small_states, share_quantization_tables

@@ -227,8 +227,33 @@ class RerunResult:
     """Whether the loss of every micro-batch is finite, but their sum overflows fp32."""
 
 
-def rerun_step(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunResult:
-    """Run forward and backward of all micro-batches; gradients are not exchanged between ranks."""
+OtherWeights = Sequence[tuple[Tensor, Tensor]]
+"""Parameters, each with the values that it has in a rerun."""
+
+
+def rerun_step(model: nn.Module, attempt: StepInputs, config: ReplayConfig, weights: OtherWeights = ()) -> RerunResult:
+    """Run forward and backward of all micro-batches; gradients are not exchanged between ranks.
+
+    `weights` replace those of the model in the rerun, such as the ones from before the last update.
+    """
+    with _exchange_weights(weights):
+        return _rerun(model, attempt, config)
+
+
+@contextmanager
+def _exchange_weights(weights: OtherWeights) -> Iterator[None]:
+    """Give parameters other memory inside the context; nothing is copied."""
+    kept = [(parameter, parameter.data) for parameter, _ in weights]
+    try:
+        for parameter, other in weights:
+            parameter.data = other
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
+
+
+def _rerun(model: nn.Module, attempt: StepInputs, config: ReplayConfig) -> RerunResult:
     device = next(model.parameters()).device
     held = collect_held_tensors(model, attempt.loss_fn, attempt.microbatches)
     origins = NonfiniteOrigins(model, attempt.microbatches, held.tensors)

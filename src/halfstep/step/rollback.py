@@ -25,6 +25,7 @@ from halfstep.observe.reachable import iterate_tensor_leaves
 from halfstep.observe.recorder import identify_storage
 from halfstep.step.bindings import ModuleBindings, Names, list_tensor_attributes
 from halfstep.step.buffers import have_same_sparse_values
+from halfstep.step.containers import ContainerContents
 from halfstep.step.memory import (
     SMALL,
     CopiedTensor,
@@ -36,6 +37,7 @@ from halfstep.step.memory import (
     view_bytes_as_integers,
 )
 from halfstep.step.optimizer_slot import stack_numbers
+from halfstep.step.stored_formats import format_first_names
 from halfstep.step.unseen_writes import UnseenWriteDetector
 
 OUTSIDE_MODEL = "(outside the model)."
@@ -79,6 +81,7 @@ class Rollback:
         self.with_state: list[Any] = []
         self._states: list[Any] = []
         self._bindings, self._unseen = ModuleBindings(), UnseenWriteDetector()
+        self._containers = ContainerContents()
         self._copied: list[CopiedTensor] = []
         """The tensors that are copied before each window."""
         self._copied_places: list[tuple[Any, ...]] = []
@@ -88,6 +91,8 @@ class Rollback:
         self._finite: list[CopiedTensor] = []
         """Buffers of floating point numbers that were finite when they were first seen."""
         self._never_finite: dict[str, bool] = {}
+        self._not_finite: list[str] = []
+        """Buffers that were not finite before the window, to be reported."""
         self._written: set[str] = set()
         """Names of tensors of modules that a step was seen to write, or that are copied on request."""
         self._blocks: dict[int, WeakStorageCopy] = {}
@@ -156,6 +161,7 @@ class Rollback:
         self._modules = list(self._named_modules())
         self._known = {id(module) for _, module in self._modules}
         self._bindings.follow((module for _, module in self._modules), self._included)
+        self._containers.follow(self._modules, self._included)
         # The modules' own dictionaries: walking a model's modules costs more than copying its buffers.
         self._buffers = [module._buffers for _, module in self._modules]
         self._members = _NO_MEMBERS  # the next window sorts the tensors anew
@@ -200,6 +206,7 @@ class Rollback:
         if self._stale:
             self.follow()
         self._bindings.remember()
+        self._containers.remember()
         members: list[Any] = [buffer for slots in self._buffers for buffer in slots.values()]
         members += self._bindings.attribute_tensors()
         # By identity: a name may get another tensor, and comparing contents would read the device.
@@ -214,6 +221,9 @@ class Rollback:
         if self._loose or self._blocks:
             self._copy_outside()
         self._unseen.remember()
+        if self._not_finite:
+            names, self._not_finite = self._not_finite, []
+            self._emit([_build_not_finite_finding(names)])
         if self.with_state:
             self._states = [copy.deepcopy(thing.state_dict()) for thing in self.with_state]
 
@@ -263,8 +273,15 @@ class Rollback:
         if buffer.dtype in _JUDGED and buffer.numel() and buffer.numel() <= SMALL and not buffer.is_inference():
             if copied.name not in self._never_finite:  # once per name: some buffers are replaced in every step
                 self._never_finite[copied.name] = not bool(buffer.isfinite().all())
+                if self._never_finite[copied.name]:
+                    self._report_not_finite(copied.name)
             if not self._never_finite[copied.name]:
                 self._finite.append(copied)
+
+    def _report_not_finite(self, name: str) -> None:
+        """Report a running statistic that was bad before the window; other buffers hold such numbers on purpose."""
+        if name.rpartition(".")[2] in _STATISTICS:
+            self._not_finite.append(name)
 
     def _take_over(self, tensors: Sequence[tuple[str, int, Tensor]]) -> None:
         """Cover memory as that of modules, which was nobody's until the modules ran in an observed step."""
@@ -303,6 +320,7 @@ class Rollback:
         """
         self._batch, self._name_of = dict(batch), name_of
         self._observations += 1
+        self._containers.search_again()
         states = (leaf for thing in self.with_state for _, leaf in iterate_tensor_leaves(thing.state_dict()))
         self._included_storages = {key for key, _ in chain(*unwrap_strided_tensors(states))}
 
@@ -314,6 +332,7 @@ class Rollback:
             if id(part) not in self._known:
                 self._known.add(id(part))
                 self._bindings.add(part)
+                self._containers.add(OUTSIDE_MODEL + type(part).__name__, part)
         self._ran.append(weakref.ref(module, self._went))
         self._changed = True
 
@@ -414,6 +433,7 @@ class Rollback:
             if bool(entry.before().isfinite().all()):
                 return entry.name
             self._never_finite[entry.name] = True
+            self._report_not_finite(entry.name)
         self._finite = [entry for entry in self._finite if not self._never_finite[entry.name]]
         return None
 
@@ -431,6 +451,10 @@ class Rollback:
                     self._add_loose(tensor, None, written=True)
                 else:
                     self._written.add(name)
+
+    def changed_containers(self) -> list[str]:
+        """Return the names of containers of modules that this window has changed and `restore` does not restore."""
+        return self._containers.changed()
 
     def accept_updates(self) -> None:
         """Treat all writes so far as an update by other code, which no skip restores."""
@@ -467,6 +491,8 @@ class Rollback:
     def restore(self) -> None:
         """Restore the state before the window's first micro-batch, after a skip or an error."""
         self._bindings.restore()
+        self._containers.restore()
+        self._containers.search_again()
         # Places first: contents belong into the memory that the window began with.
         restore_tensor_memory((copied.tensor, copied.alias) for copied in self._copied)
         restore_tensor_memory(self._places)
@@ -488,6 +514,7 @@ class Rollback:
         if self._changed or self._seen or self._first:
             self.follow()
         self._unseen.release()
+        self._containers.release()
         if self._places or self._outside.rows:
             self._outside, self._places = MemoryCopies(), []
         self._batch = {}
@@ -506,8 +533,21 @@ def _is_large(held: _HeldTensor) -> bool:
     return held.tensor.numel() > SMALL and not held.is_parameter
 
 
+_STATISTICS = ("running_mean", "running_var")
+
+
+def _build_not_finite_finding(names: Sequence[str]) -> Finding:
+    return Finding(
+        "buffer.not_finite",
+        "warning",
+        f"{format_first_names(names)} {'was' if len(names) == 1 else 'were'} not finite before the step, so evaluation "
+        "is not finite either, and no step is skipped for it",
+        "load a checkpoint from before that, or module.reset_running_stats() for BatchNorm",
+    )
+
+
 def _build_first_write_finding(names: Sequence[str], *, restored: bool) -> Finding:
-    some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    some = format_first_names(names)
     end = "" if restored else "; the step was not applied, and this write could not be restored"
     return Finding(
         "rollback.first_write",

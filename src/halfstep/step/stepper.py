@@ -6,7 +6,8 @@ window or the state after it: applied on every rank, or rolled back on every ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
 from typing import Any, overload
@@ -20,6 +21,7 @@ from halfstep.precision.converted import count_model_changes
 from halfstep.precision.island import mark_inner_islands
 from halfstep.random_state import collect_torch_rng_states
 from halfstep.step import checks
+from halfstep.step.divided_loss import find_division
 from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, split_loss_and_aux
 from halfstep.step.objective import LocalFlags, Objective, RankVotes, build_step_report, find_refusing_guard
@@ -30,6 +32,7 @@ from halfstep.step.step_inputs import StepInputs, TensorNames, find_batch_storag
 from halfstep.step.stepper_base import StepperBase
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
+from halfstep.user_code import find_user_frame
 
 _NEXT_MICROBATCH = "the next micro-batch"
 
@@ -118,6 +121,8 @@ class Stepper(StepperBase):
         checks.check_grad_and_autocast(self.device)
         checks.check_window_can_start(torn=self._torn, in_one=False, empty=loss_fn is not None and not microbatches)
         slots = self._select_slots(only)
+        for slot in self._with_end:
+            checks.check_schedule_has_steps(slot.schedule, microbatches)
         self._synchronizer.settle()
         # Before `remember`, which saves the tensors in the lists that this rebuilds.
         self._notice_changes(loss_fn)
@@ -139,6 +144,7 @@ class Stepper(StepperBase):
             # Without a loss function the number of micro-batches is not known.
             self.weights.begin(adds_up=self.ranks.size > 1 or loss_fn is None or len(microbatches) > 1)
         self._last_objectives, self._objectives, self._aux, self._pending = self._objectives, [], [], []
+        self._divided.begin()
         self._concluding = False
         self.counts.attempted += 1
         # From here on an error rolls the window back; nothing before this point needs a rollback.
@@ -217,6 +223,9 @@ class Stepper(StepperBase):
     def _backward(self, result: Any, divide: int) -> None:
         losses, aux = split_loss_and_aux(result)
         self._aux.append(aux)
+        # In the three-call form, a window of one micro-batch is known by its first.
+        if divide > 1 or not self._call_order.is_single:
+            self._divided.note(losses)
         objectives = self._pair(losses, self._open)
         if not self._objectives:
             self._objectives = objectives
@@ -280,8 +289,16 @@ class Stepper(StepperBase):
             return None
         report = self._judge(agreed, aux)
         self._report_writes(report)
+        if self._divided.is_suspicious:
+            self._emit(self._divided.find(self._find_division()))
         self._decide(report)
         return report
+
+    def _find_division(self) -> str:
+        """Return the line of the loop, or of the loss function, that divides the loss."""
+        assert self.attempt is not None, "a window is open"
+        code = getattr(inspect.unwrap(self.attempt.loss_fn), "__code__", None) if self.attempt.loss_fn else None
+        return find_division(self._divided.many, code, find_user_frame())
 
     def _report_writes(self, report: StepReport) -> None:
         """Report what a step wrote and a skip does not restore: the batch, and names that are bound anew."""
@@ -290,6 +307,8 @@ class Stepper(StepperBase):
             names = self._holdings.rebound(but_for=self._rollback.with_state) if self.attempt.loss_fn else []
             if names:
                 self._emit([checks.build_rebound_tensors_finding(names)])
+            if changed := self._rollback.changed_containers():
+                self._emit([checks.build_changed_containers_finding(changed)])
         if not self._batch_written and (written := self._rollback.batch_written or self.attempt.written_tensors()):
             self._batch_written = True
             self._emit([checks.build_batch_written_finding(written)])
@@ -323,6 +342,9 @@ class Stepper(StepperBase):
         if self.weights is not None:
             report = report._replace(gradient_format=self.weights.gradient_format)
         if not report.applied:
+            if self.keep_gradients:
+                for objective in objectives:
+                    objective.unscale_skipped()
             return report
         for objective in objectives:
             # Only now: a NaN norm must never become a clip factor.
@@ -360,7 +382,8 @@ class Stepper(StepperBase):
     def _decide(self, report: StepReport) -> None:
         """Apply or roll back, count, adjust the scale, close. Once started, the work is always finished."""
         # Calls in a list rather than statements: if one of them is interrupted, `_leave` continues with the rest.
-        end = [lambda: self.counts.count(report.reason), *(o.adjust for o in self._objectives), self._close]
+        close = self._close_with_gradients if self.keep_gradients else self._close
+        end = [lambda: self.counts.count(report.reason), *(o.adjust for o in self._objectives), close]
         if report.applied:
             # The optimizer is not called at all on a skip. Fused kernels that skip by themselves still create state,
             # and fused SGD with momentum leaves uninitialized memory in it. Nor is "applied" decided by a hook on the
@@ -436,16 +459,28 @@ class Stepper(StepperBase):
 
     def _close(self) -> None:
         self._clear_gradients()
+        self._end_window()
+
+    def _close_with_gradients(self) -> None:
+        """Close the window and leave its gradients to the loop, until the next window starts."""
+        own = set(map(id, self._open))
+        self._clear_gradients(but_for=own)
+        for slot in self._open:
+            slot.gradients.release()
+        self._end_window()
+
+    def _end_window(self) -> None:
         self._holdings.release()
         self._call_order.end()
         self._open = []
 
-    def _clear_gradients(self) -> None:
+    def _clear_gradients(self, but_for: Collection[int] = ()) -> None:
         for parameter in self._tracker.unowned:
             parameter.grad = None
         for slot in self._slots.values():
             # Of all optimizers, not only of those of this step: backward may have reached the parameters of the others.
-            slot.gradients.clear()
+            if id(slot) not in but_for:
+                slot.gradients.clear()
 
     # -- the form for loops that cannot be turned inside out ----------------------------------------------------
 

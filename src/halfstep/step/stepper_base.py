@@ -29,6 +29,8 @@ from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step import checks
 from halfstep.step.buffers import Buffers
+from halfstep.step.divided_loss import DividedLosses
+from halfstep.step.earlier_steps import EarlierSteps, continue_earlier_steps
 from halfstep.step.ema import Ema, StepCounts, check_ema_model
 from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, LossScale, LossSlot, choose_loss_scale
@@ -47,6 +49,7 @@ from halfstep.step.window import CallOrder
 from halfstep.user_code import warn_user
 
 if TYPE_CHECKING:
+    from halfstep.step.shard_formats import ShardFormats
     from halfstep.step.weight_format import NarrowWeights
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
@@ -77,6 +80,7 @@ class StepperBase:
         rounding_seed: int = 0,
         observe: bool = True,
         check: bool = False,
+        keep_gradients: bool = False,
         ddp: Mapping[str, Any] | None = None,
         process_group: Any = None,
         strict: None = None,
@@ -110,6 +114,8 @@ class StepperBase:
             observe: Check in the first step which precision really runs.
             check: Compare the first micro-batch with fp32 before the first update, and refuse a step without gradients
                 or values that fp32 has. The loss function is called twice more for it.
+            keep_gradients: Keep `p.grad`, unscaled and clipped, until the start of the next step, for code that reads
+                gradients after the step; by default, the step clears them.
             ddp: Options for DistributedDataParallel, which wraps a plain model on several ranks.
             process_group: The group of ranks that train together; by default all ranks.
             strict: Not supported: a precision by name is always strict.
@@ -133,7 +139,10 @@ class StepperBase:
         self.ema = check_ema_model(ema, model)
         self.device = next(model.parameters()).device
         self.findings: list[Finding] = []
-        self._slots = _build_optimizer_slots(named, schedule, clip_norm, clip_value)
+        self._slots = _build_optimizer_slots(model, named, schedule, clip_norm, clip_value)
+        one_cycle = torch.optim.lr_scheduler.OneCycleLR
+        self._with_end = [slot for slot in self._slots.values() if isinstance(slot.schedule, one_cycle)]
+        """The optimizers whose schedule ends after a number of steps."""
         self.clip_norm = None if isinstance(clip_norm, Mapping) else check_positive_limit("clip_norm", clip_norm)
         self.on_gradients = on_gradients
         self._interrupts = DeferredInterrupts()
@@ -141,6 +150,8 @@ class StepperBase:
         self._observe, self._look_schedule = observe, ObservationSchedule()
         self.observed: Observation | None = None
         self._check = check
+        self.keep_gradients = checks.check_keep_gradients(keep_gradients, weight_format)
+        """Whether gradients are cleared at the start of the next step instead of the end of their own."""
         self.start_check: StartCheck | None = None
         """The result of the start check; None before it, without `check`, on a resumed run, and in fp32."""
         self.handles_non_finite = False
@@ -165,6 +176,8 @@ class StepperBase:
         self._agreement, self._together = RankAgreement(self.ranks, len(self._slots)), RankFailureHandler(self.ranks)
         self._tracker = ParamTracker(model, named.values())
         self._call_order = CallOrder()
+        own = EarlierSteps(tuple(named), self.precision.name, self.counts, self._losses, self._look_schedule)
+        self._emit(continue_earlier_steps(named, own))
 
     def _store_narrow(self, weight_format: str, sums: str, seed: int) -> None:
         """Convert the trained weights to bf16."""
@@ -196,6 +209,7 @@ class StepperBase:
         self._agreed = True
         """Whether the window's agreement is done: from then on all ranks know the same."""
         self._torn, self._concluding, self._begun, self.model_version = False, False, 0, 0
+        self._divided = DividedLosses()
         self._batch_written = False
         """Whether a batch that was written in place was reported."""
         self.bad_buffer: str | None = None
@@ -212,6 +226,10 @@ class StepperBase:
     def __repr__(self) -> str:
         optimizers = ", ".join(f"{name}={type(slot.optimizer).__name__}" for name, slot in self._slots.items())
         ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
+        if self.shard_formats:
+            from halfstep.step.shard_formats import describe_shard_formats  # loaded where there are shards
+
+            ranks += f", shards {describe_shard_formats(self.shard_formats)}"
         state = ", torn" if self._torn else ", window open" if self._open else ""
         return (
             f"Stepper({type(self.model).__name__}, {optimizers}, precision={self.precision.name}, "
@@ -235,6 +253,11 @@ class StepperBase:
         self._rollback.include(thing)
         if isinstance(thing, nn.Module):
             self._rollback.copy_parameters(thing.parameters())
+
+    @property
+    def shard_formats(self) -> Sequence[ShardFormats]:
+        """The formats in which FSDP2 gathers and sums each shard group; empty without shards."""
+        return self._synchronizer.shard_formats
 
     @property
     def steps_to_check(self) -> int:
@@ -519,6 +542,7 @@ def _name_optimizers(
 
 
 def _build_optimizer_slots(
+    model: nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
     schedule: ByName[Any],
     clip_norm: ByName[float],
@@ -545,6 +569,7 @@ def _build_optimizer_slots(
             clip_value=check_positive_limit(
                 "clip_value", select_optimizer_setting(clip_value, name, names, "clip_value")
             ),
+            model=model,
         )
         for name, optimizer in optimizers.items()
     }

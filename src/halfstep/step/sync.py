@@ -10,13 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
 from halfstep.step.optimizer_slot import Gradients
+
+if TYPE_CHECKING:
+    from halfstep.step.shard_formats import ShardFormats
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -31,6 +34,8 @@ class Synchronizer(ABC):
     """Whether backward cannot be restricted to some parameters, so that unwanted gradients are cleared."""
     findings: Sequence[Finding] = ()
     """What to report about how ranks are synchronized."""
+    shard_formats: Sequence[ShardFormats] = ()
+    """The formats of each shard group of FSDP2; empty where every rank holds all weights."""
     needs_rebuild: bool = False
     """Whether `complete` left something that all ranks have to rebuild together."""
 

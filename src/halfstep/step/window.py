@@ -11,34 +11,55 @@ from halfstep.step.optimizer_slot import OptimizerSlot
 
 
 class Window(list[Any]):
-    """The micro-batches of one step. A separate type, so that a batch that is a list is not mistaken for a window."""
+    """The micro-batches of one step. A separate type, so that a batch that is a list is not mistaken for a window.
+
+    Args:
+        microbatches: The micro-batches.
+        of: The windows of the epoch that it belongs to.
+    """
+
+    def __init__(self, microbatches: Iterable[Any] = (), *, of: windows | None = None) -> None:
+        super().__init__(microbatches)
+        self.of = of
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and files have the micro-batches, and not the loader.
+        return Window, (list(self),)
 
 
-def windows(loader: Iterable[Any], microbatches: int) -> Iterator[Window]:
+class windows:
     """Group a loader's batches into windows of micro-batches.
 
-    The last window may be short, and is averaged over its own length.
+    The last window may be short, and is averaged over its own length. `len()` is the number of updates of an epoch,
+    such as for a schedule: `total_steps = epochs * len(windows(loader, 4))`.
 
     Args:
         loader: An iterable of batches.
         microbatches: The number of batches in a window.
-
-    Returns:
-        An iterator over the windows.
+        drop_last: Leave out a last window that is short.
 
     Raises:
         WrongUse: `microbatches` is below 1.
     """
-    if microbatches < 1:
-        raise WrongUse(f"windows of {microbatches} micro-batches", allowed="1 or more", do="windows(loader, 4)")
-    window = Window()
-    for batch in loader:
-        window.append(batch)
-        if len(window) == microbatches:
+
+    def __init__(self, loader: Iterable[Any], microbatches: int, *, drop_last: bool = False) -> None:
+        if microbatches < 1:
+            raise WrongUse(f"windows of {microbatches} micro-batches", allowed="1 or more", do="windows(loader, 4)")
+        self.loader, self.microbatches, self.drop_last = loader, microbatches, drop_last
+
+    def __len__(self) -> int:
+        batches = len(self.loader)  # type: ignore[arg-type]  # a loader without a length raises TypeError, as in torch
+        return batches // self.microbatches if self.drop_last else -(-batches // self.microbatches)
+
+    def __iter__(self) -> Iterator[Window]:
+        window = Window(of=self)
+        for batch in self.loader:
+            window.append(batch)
+            if len(window) == self.microbatches:
+                yield window
+                window = Window(of=self)
+        if window and not self.drop_last:
             yield window
-            window = Window()
-    if window:
-        yield window
 
 
 # Check the order of calls in the context form: forward and backward alternate, then apply, after a last one.
@@ -87,6 +108,11 @@ class CallOrder:
         self._backwards += 1
         # Version counters, so that no tensor is read; and ids, because a gradient may be replaced.
         self._weights, self._gradients = _list_versions(slots)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the window has one forward pass so far, and no more may follow; also in the function form."""
+        return self._forwards == 0 or (self._forwards == 1 and self._last)
 
     @property
     def adds_up(self) -> bool:

@@ -107,7 +107,7 @@ class AutoChoices:
     plan: Mapping[str, object] | None = None
     """Other measured choices, by name."""
     order: SavedOrder = RANDPERM
-    """The order of the samples; checkpoints of earlier versions have none."""
+    """The order of the samples; checkpoints of earlier versions have none, or one without lanes."""
 
     def as_dict(self) -> dict[str, object]:
         """Return plain data for a checkpoint."""
@@ -117,6 +117,8 @@ class AutoChoices:
     def from_dict(cls, state: Mapping[str, Any]) -> AutoChoices:
         """Build it from `as_dict`; raise StateMismatch where keys differ."""
         given = {"order": asdict(RANDPERM), **state}
+        if isinstance(given["order"], dict):
+            given["order"] = {"lanes": 0, **given["order"]}  # earlier versions had one rule for them
         check_same_keys("the automatic choices", [*cls.__dataclass_fields__], given)
         check_same_keys("the order of the samples", [*SavedOrder.__dataclass_fields__], given["order"])
         return cls(**{**given, "reasons": tuple(given["reasons"]), "order": SavedOrder(**given["order"])})

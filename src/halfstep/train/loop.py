@@ -21,7 +21,7 @@ from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import read_journal_sizes
 from halfstep.journal.telemetry import MeterReadings
-from halfstep.journal.text import format_metric_name
+from halfstep.metric_names import format_metric_name
 from halfstep.step.report import StepReport, parse_guard_name
 from halfstep.step.window import Window
 from halfstep.train.checkpointing import Checkpoints
@@ -35,7 +35,14 @@ from halfstep.train.sharding import ReductionNotes
 from halfstep.train.signals import AFTER_BATCH, AFTER_PICTURES, AFTER_STEP, SAVED, StopSignalHandler
 from halfstep.train.state import RunObjects
 from halfstep.train.task import Task
-from halfstep.train.throughput import ENOUGH, RunLength, Throughput, TimeLeft, describe_long_run
+from halfstep.train.throughput import (
+    ENOUGH,
+    RunLength,
+    Throughput,
+    TimeLeft,
+    describe_long_run,
+    is_evaluated,
+)
 from halfstep.train.watchdog import Beat, ignore_beat
 
 
@@ -196,6 +203,7 @@ class Loop:
         self.progress.epoch, self.progress.step_in_epoch = epoch, 0
         if not self.guarding.alarmed or self._is_enough() or not self._left(epoch):  # otherwise the old file is better
             self.outputs.last(self.model, self.stepper.ema, self.stepper.weights)
+        self.time_left.closed(val is not None)
         self.journal.emit(
             events.EPOCH,
             epoch=epoch,
@@ -207,12 +215,12 @@ class Loop:
             seconds=seconds,
             lr=self.parts.lr,
             skipped=skipped,
+            seconds_left=self.time_left.of_run(self.progress.attempts, epoch),
             **self._rate(steps * self.train.share.window / seconds),
         )
-        self.time_left.closed(val is not None)
 
     def _is_due(self, epoch: int) -> bool:
-        return epoch % self.recipe.evaluate.every_epochs == 0 or not self._left(epoch)
+        return is_evaluated(epoch, self.recipe.evaluate.every_epochs) or not self._left(epoch)
 
     # -- one step -------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,11 +23,14 @@ from halfstep.draw.notebook import PageResult
 from halfstep.draw.series import collect_series
 from halfstep.errors import BadRecipe, Diverged, HalfstepError, RankFailed, RanksDisagree, Stopped
 from halfstep.files import read_json
+from halfstep.formats import name_dtype
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
 from halfstep.journal.telemetry import Telemetry
+from halfstep.journal.text import UNFINISHED
+from halfstep.metric_names import format_metric_name
 from halfstep.numbers import format_duration, to_float
 from halfstep.page import Column, Page, Pairs, Paragraph, Table, build_charts
 from halfstep.precision import flags
@@ -35,7 +38,7 @@ from halfstep.precision.converted import find_converted_layers
 from halfstep.recipe.resolve import ChosenSetting
 from halfstep.status_line import OnProgress
 from halfstep.train.environment import AutoChoices, read_git_revision
-from halfstep.train.give_up import OUT_OF_MEMORY, build_oom_error, give_up_run
+from halfstep.train.give_up import OUT_OF_MEMORY, build_oom_error, build_resume_command, give_up_run
 from halfstep.train.guarding import Guarding
 from halfstep.train.loaders import make_loaders
 from halfstep.train.loop import BestEvaluation, Loop, count_planned_steps
@@ -50,6 +53,9 @@ from halfstep.train.status import count_restarts, find_job_id
 from halfstep.train.task import Task, ignore_progress
 from halfstep.train.watchdog import ENDING, Beat, ignore_beat
 from halfstep.train.weights import compute_weights_digest, find_infinite_buffers
+
+if TYPE_CHECKING:
+    from halfstep.step.shard_formats import ShardFormats
 
 INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gave_up"
 LOST = 1.0
@@ -86,10 +92,11 @@ class Run(PageResult):
             ("time", format_duration(self.seconds)),
         )
         columns = (Column("metric", wrap="fold"), Column("last evaluation", "right"))
-        metrics = Table(columns, tuple((name, f"{value:.4g}") for name, value in self.metrics.items()), gap=True)
+        rows = tuple((format_metric_name(name), f"{value:.4g}") for name, value in self.metrics.items())
+        metrics = Table(columns, rows, gap=True)
         charts = build_series_charts(collect_series(iterate_saved_events(self.dir / JOURNAL)))
         ended = self.reason.replace("_", " ")
-        blocks = (Paragraph(f"{ended}: best {best['metric']} {value}"), Pairs(facts), metrics)
+        blocks = (Paragraph(f"{ended}: best {format_metric_name(best['metric'])} {value}"), Pairs(facts), metrics)
         return Page(f"run {self.dir.name}", (*blocks, *build_charts(*charts)))
 
 
@@ -181,10 +188,18 @@ def run_training(
         run = _build_finished_run(loop, folder, reason, time.perf_counter() - began)
         summary = {key: getattr(run, key) for key in ("metrics", "best", "seconds", "steps", "skipped")}
         remedies = [str(remedy) for remedy in loop.guarding.remedies.placed]
+        more = {**_suggest_resuming(reason, folder, command), **more}
         loop.journal.emit(events.END, reason=reason, remedies=remedies, **summary, **more)
     result = {**_build_result(run, loop.parts, weights), "remedies": loop.guarding.remedies.as_dict()}
     loop.outputs.result(result, run.best["epoch"])
     return run
+
+
+def _suggest_resuming(reason: str, folder: Path, command: str) -> dict[str, str]:
+    """Return the command that resumes a run which ended before its end; a call in Python is not known in full."""
+    if reason not in UNFINISHED or not command.startswith("halfstep "):
+        return {}
+    return {"do": build_resume_command(folder, command, {}, None)}
 
 
 @contextmanager
@@ -314,6 +329,7 @@ def _collect_start_facts(loop: Loop) -> dict[str, Any]:
             "converted": find_converted_layers(loop.model),
             "reasons": list(choice.reasons),
         },
+        "shards": _collect_shard_facts(loop.stepper.shard_formats),
         "device": {"name": choice.device.name, "place": str(device)},
         "batch": {
             "per_device": train.batch_size,
@@ -334,6 +350,15 @@ def _collect_start_facts(loop: Loop) -> dict[str, Any]:
         "metric": {"name": task.metric, "higher_is_better": task.higher_is_better},
         "findings": [finding.as_dict() for finding in loop.stepper.findings],
     }
+
+
+def _collect_shard_facts(found: Sequence[ShardFormats]) -> dict[str, Any] | None:
+    if not found:
+        return None
+    from halfstep.step.shard_formats import describe_shard_formats  # loaded where there are shards
+
+    groups = [{"group": one.group, "gathered": one.gathered, "reduced": name_dtype(one.reduced)} for one in found]
+    return {"summary": describe_shard_formats(found), "groups": groups}
 
 
 def _build_finished_run(loop: Loop, folder: Path, reason: str, seconds: float) -> Run:

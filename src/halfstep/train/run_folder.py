@@ -67,6 +67,8 @@ from halfstep.status_files import (
 from halfstep.status_line import Now, ignore_status
 
 TRIES = 5
+HOLDER_WAIT = 1.0
+"""The seconds that a holder has to write its text after it got the lock; on a loaded machine it may lose the CPU."""
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """Error numbers of a lock that another process holds."""
 """The status file of rank 0, the process that holds the lock."""
@@ -191,12 +193,10 @@ def _in_use_error(folder: Path, holder: RecordedProcess | None) -> FolderTaken:
 
 
 def _wait_for_holder(descriptor: int) -> RecordedProcess | None:
-    for _ in range(TRIES):
-        holder = read_holder(descriptor)
-        if holder is not None:
-            return holder
-        time.sleep(0.01)  # a holder writes its text just after it gets the lock
-    return None
+    until = time.monotonic() + HOLDER_WAIT
+    while (holder := read_holder(descriptor)) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return holder
 
 
 def _import_fcntl() -> ModuleType:

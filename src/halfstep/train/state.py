@@ -69,7 +69,7 @@ from halfstep.train.weights import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import NotRequired
+    from typing import NotRequired
 
 OWN = ("weights/buffers/", "weights/extra_state/", "ema/buffers/", "rng/", "counts/epoch/metrics/")
 """Tensors that differ between ranks; rank 0 writes the others for all."""

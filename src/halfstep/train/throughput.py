@@ -65,6 +65,11 @@ class MovingMean:
         return self._sum / self._weight if self._weight else None
 
 
+def is_evaluated(epoch: int, every_epochs: int) -> bool:
+    """Return whether an epoch before the last one ends with an evaluation: the first always does."""
+    return epoch == 1 or epoch % every_epochs == 0
+
+
 @dataclass(frozen=True)
 class RunLength:
     """The number of steps, epochs and evaluations of a run."""
@@ -72,7 +77,7 @@ class RunLength:
     steps: int
     epochs: int
     every_epochs: int
-    """Epochs from one evaluation to the next; the last epoch always has one."""
+    """Epochs from one evaluation to the next; the first and the last epoch always have one."""
     evaluation_steps: float
     """The estimated cost of an evaluation in steps before one was timed: a sample costs as much as in training."""
 
@@ -80,8 +85,9 @@ class RunLength:
         """Return how many epochs after the first `epoch` end with an evaluation, and how many without."""
         last = max(self.epochs, epoch)
         due = last // self.every_epochs - epoch // self.every_epochs
-        # The last epoch is evaluated in any case.
+        # The first and the last epoch are evaluated in any case.
         due += int(last % self.every_epochs != 0 and last > epoch)
+        due += int(epoch == 0 and self.every_epochs > 1 and last > 1)
         return due, last - epoch - due
 
 

@@ -286,8 +286,8 @@ def write_stacks(path: Path, position: RankPosition) -> None:
 
 def set_group_timeout(limit: float) -> None:
     """Give the process group a timeout that is longer than the watchdog's `limit`."""
-    # torch has no public function for a group that exists; without one, only its error message is worse.
-    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    # Public from torch 2.15 on; without either, only the message of a timeout is worse.
+    set_timeout = getattr(dist, "set_timeout", None) or getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if set_timeout is not None:
         set_timeout(timedelta(seconds=limit + MARGIN))
 

@@ -242,11 +242,11 @@ class Now(nn.Module):
 
     def __init__(self, times: int) -> None:
         super().__init__()
-        # In a list: a skip and a rerun restore a module's plain attributes.
-        self.linear, self.left = nn.Linear(8, 4), [torch.nan] * times
+        # In an iterator: a skip and a rerun restore a module's plain attributes and lists.
+        self.linear, self.left = nn.Linear(8, 4), iter([torch.nan] * times)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * (self.left.pop() if self.left else 1.0)
+        return self.linear(x) * next(self.left, 1.0)
 
 
 def test_what_happens_once() -> None:

@@ -157,7 +157,7 @@ def test_a_weight_that_was_bad_before_the_step() -> None:
     found = verdict_on(model, mse, torch.randn(4, 8), "bf16", history=HEALTHY, past=PriorSteps(applied=5))
     assert found.sentence == (
         "state: weight 2.weight contains nan before the first operation; "
-        "step 5, the last that was applied, was finite, so it turned bad later"
+        "step 5, the last that was applied, was finite, so its update or later code wrote it"
     )
     assert [remedy.kind for remedy in found.remedies] == ["restore"]
 

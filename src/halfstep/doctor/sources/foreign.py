@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+import tomllib
 from typing import Any
 
-import tomllib
 import yaml
 
 from halfstep.doctor.located import split_lines
@@ -142,9 +141,6 @@ def _parse_scalar(event: Any, where: str) -> Any:
 
 
 def _read_toml(text: str, where: str) -> YamlContent:
-    if sys.version_info < (3, 11):  # which has no reader of TOML
-        return YamlContent({}, {})
-
     try:
         content = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

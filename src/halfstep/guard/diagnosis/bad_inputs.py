@@ -250,6 +250,16 @@ class PriorSteps:
     """The name of the checkpoint that the run resumed from."""
     resumed_at: int = 0
     """The number of steps applied when that checkpoint was written."""
+    skipped: int | None = None
+    """The first attempt that was skipped since then, for another cause; None if there is none."""
+    cause_then: str | None = None
+    """The tensor that brought non-finite values into that attempt, or None for an operation."""
+
+    def left_by_skip(self, name: str) -> int | None:
+        """Return the skipped attempt that left a bad value in a tensor which no skip restores, or None."""
+        # Weights and buffers are restored, and the same tensor was the cause then, too.
+        restored = name.startswith((WEIGHT, BUFFER)) or name == self.cause_then
+        return None if restored else self.skipped
 
     @property
     def came_with_checkpoint(self) -> bool:
@@ -263,10 +273,18 @@ class PriorSteps:
             return "" if self.applied is None else "it was already bad before the first step"
         after = f", after resuming from {self.checkpoint}" if self.checkpoint else ""
         good = f"step {self.applied}, the last that was applied, was finite{after}"
-        return f"{good}{', or did not use it' if looked_up else ', so it turned bad later'}"
+        return f"{good}{', or did not use it' if looked_up else ', so its update or later code wrote it'}"
+
+    def remedy_of_update(self, fault: str) -> ProposedRemedy:
+        """Return what to do about an update that writes non-finite weights."""
+        return ProposedRemedy(
+            "restore", f"continue from a checkpoint before step {self.applied}, and change the optimizer: {fault}", None
+        )
 
     def remedy(self, name: str) -> ProposedRemedy:
         """Return what to do about the bad tensor of this name."""
+        if self.applied and not name.startswith((WEIGHT, BUFFER)):
+            return ProposedRemedy("fix_code", f"find the code that wrote {name}, which no checkpoint contains", None)
         if self.came_with_checkpoint:
             return ProposedRemedy(
                 "restore", f"continue from a checkpoint before {self.checkpoint}: {name} is bad in it", None
@@ -280,6 +298,18 @@ class PriorSteps:
             f"continue from a checkpoint before step {self.applied}, and find the code that wrote {name}",
             None,
         )
+
+
+@contextmanager
+def zero_nonfinite_values(tensor: Tensor) -> Iterator[None]:
+    """Replace the non-finite values of a tensor by zeros, until the block ends."""
+    plain = tensor.detach()
+    kept = plain.clone()
+    plain.copy_(torch.where(kept.isfinite(), kept, 0))
+    try:
+        yield
+    finally:
+        plain.copy_(kept)
 
 
 def is_module_tensor(name: str) -> bool:
@@ -356,3 +386,21 @@ def describe_optimizer_evidence(
                 elif key.endswith("_sq") and bool((extract_local_tensor(value) < 0).any()):
                     found.append(f"the optimizer's {key} of it is negative")
     return tuple(found)
+
+
+def describe_update_fault(parameter: Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Return what in an optimizer's state makes an update of the non-finite elements non-finite; empty if nothing."""
+    bad = ~extract_local_tensor(parameter).isfinite()
+    for optimizer in optimizers:
+        group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
+        if group is None or not bool(bad.any()):
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            own = extract_local_tensor(value) if isinstance(value, Tensor) else None
+            if own is None or own.shape != bad.shape or not own.is_floating_point():
+                continue
+            if not bool(own[bad].isfinite().all()):
+                return f"{type(optimizer).__name__}'s {key} is not finite there"
+            if key.endswith(("_sq", "square_avg")) and group.get("eps") == 0 and bool((own[bad] == 0).all()):
+                return f"{type(optimizer).__name__} divides by the root of {key}, which is 0 there, with eps=0"
+    return ""

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep import distributed
 from halfstep.formats import FP32
 from halfstep.guard.diagnosis import bad_inputs, explain
+from halfstep.guard.diagnosis.earlier_weights import measure_update
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials, try_precision_remedies
 from halfstep.guard.verdict import (
     CODE,
@@ -31,10 +32,10 @@ from halfstep.guard.verdict import (
     locate_culprit,
 )
 from halfstep.numbers import format_bytes
-from halfstep.observe.nonfinite_origin import BATCH, LITERAL, NAN, OTHERS
+from halfstep.observe.nonfinite_origin import BATCH, LITERAL, MINUS_INF, NAN, OTHERS
 from halfstep.precision.precision import Precision, resolve_precision_name
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, parse_guard_name
-from halfstep.step.rerun import HeldTensors, OnGradients, ReplayConfig, collect_held_tensors
+from halfstep.step.rerun import HeldTensors, OnGradients, OtherWeights, ReplayConfig, collect_held_tensors
 from halfstep.step.step_inputs import StepInputs
 
 
@@ -123,11 +124,13 @@ def diagnose_attempt(
     clip_norm: float | None = None,
     seconds: float | None = None,
     tell: Callable[[DiagnosisCost], None] = lambda cost: None,
+    earlier: OtherWeights = (),
 ) -> Verdict:
     """Return the cause of a skipped step. The model is not changed.
 
     Every rank must call this, and all get the same verdict. `compiled`: whether compiled code ran in the step.
-    `seconds`: the time the step took. `tell` receives the cost in advance, if the model is large.
+    `earlier`: the weights from before the last update, if there is a copy. `seconds`: the time the step took. `tell`
+    receives the cost in advance, if the model is large.
     """
     # All ranks make the same reruns, so they must decide from the same facts, and one alone may have noticed the write.
     # With a sharded model, each rank sees other weights and may find another origin.
@@ -139,7 +142,17 @@ def diagnose_attempt(
         tell(cost)
     trials = Trials(model, attempt, written=written, most=cost.reruns)
     case = _DiagnosisCase(
-        trials, precision, reason, history, compiled, past, tuple(optimizers), on_gradients, clip_norm, storages
+        trials,
+        precision,
+        reason,
+        history,
+        compiled,
+        past,
+        tuple(optimizers),
+        on_gradients,
+        clip_norm,
+        storages,
+        earlier,
     )
     verdict = agree_on_verdict(case.verdict())
     if not written or _CLONE_FIRST in verdict.remedies:
@@ -163,6 +176,8 @@ class _DiagnosisCase:
     clip_norm: float | None
     written: frozenset[int]
     """The storages of the batch that the step wrote to."""
+    earlier: OtherWeights
+    """The weights from before the last update; empty if there is no copy."""
 
     @property
     def attempt(self) -> StepInputs:
@@ -204,6 +219,26 @@ class _DiagnosisCase:
         """Return how losses or norms have grown; empty if they have not, or if it is not the weights' doing."""
         found = explain.describe_growth(self.history)
         return found if found and self._weights_moved else ""
+
+    @cached_property
+    def _ruined_by_update(self) -> str:
+        """Return that the last update made the step fail; empty if it fails without that update, too."""
+        shares = [float(text) for text in distributed.gather_texts(repr(self._measured_share))]
+        # A number that is just out of range may come back into it with any other weights.
+        if not max(shares) > explain.LARGE_UPDATE or min(shares) < 0.0:
+            return ""
+        before = self.trials.run(self._fp32_config, weights=self.earlier)
+        return explain.describe_ruinous_update(max(shares)) if before.finite else ""
+
+    @property
+    def _measured_share(self) -> float:
+        """The size of the last update as a part of the weights' norm; -1 if there is no copy from before it."""
+        return measure_update(self.earlier) if self.earlier else -1.0
+
+    @property
+    def _fp32_config(self) -> ReplayConfig:
+        own = self.precision.computes is FP32
+        return ReplayConfig(self.precision if own else resolve_precision_name("fp32"), scale=1.0)
 
     @cached_property
     def _weights_moved(self) -> bool:
@@ -328,6 +363,14 @@ class _DiagnosisCase:
         if name == LITERAL:
             return self._verdict_code(as_it_was, as_it_was)
         rows = bad_inputs.describe_bad_rows(tensor)
+        if (attempt := self.past.left_by_skip(name)) is not None:
+            keep = ProposedRemedy("fix_code", explain.suggest_state_to_keep(name), None)
+            return Verdict(STATE, explain.explain_left_state(culprit, attempt), culprit, (), (keep,))
+        if not name.startswith((bad_inputs.WEIGHT, bad_inputs.BUFFER)):
+            # No skip restores it, so the step that is diagnosed may have written it itself.
+            cause = self._cause_next_to(name, tensor)
+            if cause is not None:
+                return replace(cause, evidence=(*cause.evidence, explain.describe_left_state(culprit)))
         if bad_inputs.is_module_tensor(name):
             kinds = " and ".join(culprit.kinds)
             where = f" in {rows}" if rows else ""
@@ -336,6 +379,23 @@ class _DiagnosisCase:
                 as_it_was, name, what, bool(rows) and bad_inputs.is_embedding_weight(name, self.trials.model)
             )
         return Verdict(DATA, explain.explain_outside_tensor(culprit, rows), culprit, (), (_SKIP,))
+
+    def _cause_next_to(self, name: str, tensor: Tensor | None) -> Verdict | None:
+        """Return the verdict on a step that also fails with finite values in this tensor; None if it does not."""
+        writable = tensor is not None and not tensor.is_inference() and tensor.layout is torch.strided
+        # All ranks make the same reruns.
+        everywhere = all(distributed.gather_texts(_WRITTEN if writable else ""))
+        if tensor is None or not everywhere:
+            spots = bad_inputs.find_nonfinite_spots(self.attempt.microbatches, None, self.written)
+            if not spots or spots[0].value == MINUS_INF:
+                return None
+            return Verdict(DATA, f"data: {explain.describe_batch_spot(spots[0])}", None, (), (_SKIP,))
+        with bad_inputs.zero_nonfinite_values(tensor):
+            outcome = self._run(1.0)
+            culprit = outcome.culprit
+            if outcome.finite or outcome.error or (culprit is not None and culprit.outside == name):
+                return None
+            return self._verdict_in_fp32(outcome)
 
     def _verdict_state(self, as_it_was: TrialOutcome, name: str, what: str, looked_up: bool = False) -> Verdict:
         # Losses that had grown before explain a bad weight: an update made it, nothing overwrote it.
@@ -347,8 +407,18 @@ class _DiagnosisCase:
         culprit = as_it_was.culprit
         if culprit is not None and culprit.outside is None:
             culprit, evidence = replace(culprit, outside=name), (explain.describe_failure(as_it_was), *evidence)
+        if fault := self._update_fault(name):
+            sentence = explain.explain_bad_update(what, self._applied, fault)
+            return Verdict(STATE, sentence, culprit, evidence, (self.past.remedy_of_update(fault),))
         sentence = explain.explain_bad_state(what, self.past.since(looked_up))
         return Verdict(STATE, sentence, culprit, evidence, (self.past.remedy(name),))
+
+    def _update_fault(self, name: str) -> str:
+        """Return why the last update made a weight non-finite; empty if the optimizer's state does not show it."""
+        tensor = bad_inputs.find_named_tensor(name, self.trials.model, self._held)
+        known = tensor is not None and self._applied and name.startswith(bad_inputs.WEIGHT)
+        mine = bad_inputs.describe_update_fault(tensor, self.optimizers) if known and tensor is not None else ""
+        return next(filter(None, distributed.gather_texts(mine)), "")
 
     def _verdict_batch(self, as_it_was: TrialOutcome) -> Verdict | None:
         """Return the verdict on one sample that is far from the others, or a batch far from anything.
@@ -424,6 +494,7 @@ class _DiagnosisCase:
             culprit = fp32.culprit
             largest = fp32.grad_norm if culprit is None else culprit.largest_input
             why = explain.describe_large_values(self.trials.model, largest, self._applied)
+        why = why or self._ruined_by_update
         if not why:
             return self._verdict_code(as_it_was, fp32)
         first = self._first_elsewhere(as_it_was, fp32)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,22 @@ from halfstep.guard.diagnosis import diagnose as replay
 from halfstep.guard.diagnosis.bad_inputs import PriorSteps
 from halfstep.guard.diagnosis.diagnose import DiagnosisCost
 from halfstep.guard.streak import Streak
-from halfstep.guard.verdict import PRECISION, WARM_UP, FailedStep, Kind, Level, ProposedRemedy, StepHistory, Verdict
+from halfstep.guard.verdict import (
+    PRECISION,
+    WARM_UP,
+    FailedStep,
+    Kind,
+    Level,
+    ProposedRemedy,
+    StepHistory,
+    Verdict,
+    locate_culprit,
+)
 from halfstep.observe.reachable import collect_closure_variables, find_generators, find_reachable_instances
 from halfstep.observe.recorder import has_compiled_code
 from halfstep.precision.island import find_islands
 from halfstep.step.report import StepReport
+from halfstep.step.rerun import OtherWeights
 from halfstep.step.step_inputs import StepInputs
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
@@ -88,14 +99,18 @@ class Diagnoser:
         most: int,
         record: Callable[[FailedStep], None] | None,
         emit: Callable[[Kind, Level, str, Mapping[str, object]], None],
+        earlier: Callable[[], OtherWeights] = tuple,
     ) -> None:
         self._stepper, self._most, self._record, self._emit = stepper, most, record, emit
         self._diagnoses = 0
+        self._times: Counter[tuple[object, ...]] = Counter()
+        """The verdicts of this process, by their cause and the place of the origin."""
         self._steps: deque[Step] = deque(maxlen=REMEMBERED)
         self._own = GeneratorFinder(stepper)
         self._generators: Generators = ()
         self._begun: float | None = None
         self._checkpoint, self._resumed_at = "", 0
+        self._earlier = earlier
 
     def before(self, loss_fn: LossFunction, batch: Any) -> None:
         """Record what a rerun needs and a step does not: the states of the user's generators, and the time."""
@@ -132,7 +147,7 @@ class Diagnoser:
         elif self._diagnoses < self._most or (last and self._most > 0):
             self._diagnoses += 1
             replayed = attempt if again is None else attempt._replace(loss_fn=again)
-            verdict = self._diagnose_step(report, replayed)
+            verdict = self._diagnose_step(report, replayed, streak)
             if verdict.cause == WARM_UP and not falling:
                 # A skip is normal where the scale falls; this one will fail again.
                 why = verdict.sentence.partition(": ")[2]
@@ -144,16 +159,17 @@ class Diagnoser:
                 text = f"{self._diagnoses} {NO_MORE_DIAGNOSES}"
                 self._emit("alarm", "warning", text, {"attempt": report.attempt, "diagnoses": self._diagnoses})
 
-    def _diagnose_step(self, report: StepReport, replayed: StepInputs) -> Verdict:
+    def _diagnose_step(self, report: StepReport, replayed: StepInputs, streak: Streak) -> Verdict:
         took = None if self._begun is None else time.perf_counter() - self._begun
         return diagnose(
             self._stepper,
             report,
             again=replayed.loss_fn,
             history=self.history(report),
-            past=PriorSteps(report.step, self._checkpoint, self._resumed_at),
+            past=PriorSteps(report.step, self._checkpoint, self._resumed_at, *streak.earlier_skip(report.attempt)),
             generators=self._generators,
             seconds=took,
+            earlier=self._earlier(),
             tell=lambda cost: self._emit("alarm", "warning", str(cost), {"attempt": report.attempt, **asdict(cost)}),
         )
 
@@ -164,7 +180,11 @@ class Diagnoser:
             self._record_step(self._record, verdict, report, attempt)
         if not known:
             level: Level = "info" if verdict.cause == WARM_UP else "warning"
-            self._emit("verdict", level, verdict.sentence, {"attempt": report.attempt, **verdict.as_dict()})
+            # By cause and place: of a data set with many bad samples, each has another sentence.
+            origin = (verdict.cause, *(locate_culprit(verdict.culprit) or (verdict.sentence,)))
+            self._times[origin] += 1
+            facts = {"attempt": report.attempt, "times": self._times[origin], **verdict.as_dict()}
+            self._emit("verdict", level, verdict.sentence, facts)
 
     def _record_step(
         self, record: Callable[[FailedStep], None], verdict: Verdict, report: StepReport, attempt: StepInputs
@@ -219,8 +239,15 @@ def _warn_of_cost(cost: DiagnosisCost) -> None:
     warn_user(str(cost))
 
 
+class DiagnosesReports(Protocol):
+    """A step of another kind that can say why it was skipped, such as `halfstep.GradScaler` in a watched loop."""
+
+    def diagnose_report(self, report: StepReport) -> Verdict:
+        """Return the verdict on the last step, or raise WrongUse."""
+
+
 def diagnose(
-    stepper: Stepper,
+    stepper: Stepper | DiagnosesReports,
     report: StepReport,
     *,
     again: LossFunction | None = None,
@@ -229,13 +256,14 @@ def diagnose(
     generators: Generators = (),
     seconds: float | None = None,
     tell: Callable[[DiagnosisCost], None] = _warn_of_cost,
+    earlier: OtherWeights = (),
 ) -> Verdict:
     """Rerun a skipped step in several ways, and return the cause of its failure.
 
     The model is not changed. Every rank must call this, and all get the same verdict.
 
     Args:
-        stepper: The Stepper of the step.
+        stepper: The Stepper of the step, or the GradScaler of a loop that `halfstep.watch` watches.
         report: The report of its last step, which was skipped.
         again: The loss function for the reruns, if the step's own has side effects.
         history: Losses and learning rates of the steps before.
@@ -243,6 +271,7 @@ def diagnose(
         generators: torch.Generators of the model or the data, with their states before the step.
         seconds: The duration of a step, for the cost.
         tell: A callback that gets the cost if the model is large.
+        earlier: Parameters with their values from before the last update, to find an update that made the step fail.
 
     Returns:
         The cause, the evidence and the remedies.
@@ -250,6 +279,8 @@ def diagnose(
     Raises:
         WrongUse: The step was not skipped, is not the last one, or cannot be rerun.
     """
+    if not isinstance(stepper, Stepper):
+        return _ask_for_verdict(stepper, report)
     attempt = stepper.attempt
     if report.reason is None or attempt is None or report.attempt != stepper.counts.attempted:
         raise WrongUse(
@@ -278,4 +309,15 @@ def diagnose(
         clip_norm=stepper.clip_norm,
         seconds=seconds,
         tell=tell,
+        earlier=earlier,
     )
+
+
+def _ask_for_verdict(other: DiagnosesReports, report: StepReport | None) -> Verdict:
+    if not hasattr(other, "diagnose_report") or report is None or report.applied:
+        raise WrongUse(
+            f"diagnose({type(other).__name__}, {report})",
+            allowed="a halfstep.Stepper and its report, or the halfstep.GradScaler of a watched loop and its report",
+            do="halfstep.watch(model, optimizer, scaler) once, before the loop: it prints the cause by itself",
+        )
+    return other.diagnose_report(report)

@@ -148,6 +148,40 @@ def explain_bad_state(what: str, since: str) -> str:
     return f"state: {what}{f'; {since}' if since else ''}"
 
 
+def explain_left_state(culprit: Culprit, attempt: int) -> str:
+    """Return the sentence for state that an earlier skipped attempt wrote and that a skip does not restore."""
+    name = f"a tensor used at {culprit.line}" if culprit.outside == CONSTANT else culprit.outside
+    kinds = " and ".join(culprit.kinds)
+    return f"state: {name} contains {kinds}, which the skipped attempt {attempt} left: a skip does not restore it"
+
+
+def describe_left_state(culprit: Culprit) -> str:
+    """Return that the step has left bad values in state that a skip does not restore."""
+    name = f"a tensor used at {culprit.line}" if culprit.outside == CONSTANT else culprit.outside
+    return f"{name} contains {' and '.join(culprit.kinds)} now: a skip does not restore it"
+
+
+def suggest_state_to_keep(name: str) -> str:
+    """Return where to keep a tensor, so that a skip restores it."""
+    what = "this tensor" if name == CONSTANT else name
+    return (
+        f"keep {what} as an attribute of a module (a tensor, or a list or dict of at most 64 members), "
+        "or stepper.include() an object with state_dict(); reset it to finite values once"
+    )
+
+
+def explain_bad_update(what: str, applied: int, fault: str) -> str:
+    """Return the sentence for a weight that an update has made non-finite from finite gradients."""
+    good = f"step {applied}, the last that was applied, was finite"
+    return f"state: {what}; {good}, and its update wrote it from finite gradients: {fault}"
+
+
+def describe_ruinous_update(share: float) -> str:
+    """Return that a step is finite with the weights from before the last update."""
+    size = f", which changed them by {share:.2g} of their norm" if math.isfinite(share) else ""
+    return f"with the weights from before the last update it is finite{size}"
+
+
 def explain_outliers(found: BatchSpot, outcome: TrialOutcome) -> str:
     """Return the sentence for outliers in the batch: far from all other numbers, or from the usual range."""
     return f"data: {found} reaches {found.value}; {describe_failure(outcome)}"

@@ -19,7 +19,7 @@ from halfstep.observe.nonfinite_origin import CONSTANT, MINUS_INF, NAN, OTHERS, 
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.hardware import describe_device, find_format_support
 from halfstep.precision.precision import Precision, resolve_precision_name
-from halfstep.step.rerun import ON_GRADIENTS, ReplayConfig, RerunResult, preserve_batch, rerun_step
+from halfstep.step.rerun import ON_GRADIENTS, OtherWeights, ReplayConfig, RerunResult, preserve_batch, rerun_step
 from halfstep.step.step_inputs import StepInputs
 
 COUNTS_NOTHING = "counts no element: its Counted(sum, count) has a count of 0"
@@ -66,21 +66,24 @@ class Trials:
         """Return whether reruns are limited, so that those which only confirm are left out."""
         return self.most is not None
 
-    def run(self, config: ReplayConfig, attempt: StepInputs | None = None) -> TrialOutcome:
-        """Rerun the step with this configuration on all ranks, and return the common outcome."""
+    def run(self, config: ReplayConfig, attempt: StepInputs | None = None, weights: OtherWeights = ()) -> TrialOutcome:
+        """Rerun the step with this configuration on all ranks, and return the common outcome.
+
+        `weights` are those from before the last update, to rerun the step with.
+        """
         # All ranks count the same, so none of them waits in the exchange below for one that has stopped.
         if self.most is not None and self.made >= self.most:
             return _build_failed_outcome(f"a model of this size is rerun at most {self.most} times")
         self.made += 1
-        mine = self._run_trial(config, attempt or self.attempt)
+        mine = self._run_trial(config, attempt or self.attempt, weights)
         return _combine_outcomes(
             [_parse_outcome(json.loads(text)) for text in distributed.gather_texts(json.dumps(asdict(mine)))]
         )
 
-    def _run_trial(self, config: ReplayConfig, attempt: StepInputs) -> TrialOutcome:
+    def _run_trial(self, config: ReplayConfig, attempt: StepInputs, weights: OtherWeights) -> TrialOutcome:
         try:
             with preserve_batch(attempt.microbatches if self.written else ()):
-                ran = self._rerun_watched(config, attempt)
+                ran = self._rerun_watched(config, attempt, weights)
         except Exception as error:
             # fp32 may need more memory than there is, and a loss function may not support a second call. The outcome is
             # shared either way: the other ranks wait for it.
@@ -88,15 +91,15 @@ class Trials:
             return _build_failed_outcome(f"{type(error).__name__}: {said}" if said else type(error).__name__)
         return _build_outcome(ran)
 
-    def _rerun_watched(self, config: ReplayConfig, attempt: StepInputs) -> RerunResult:
+    def _rerun_watched(self, config: ReplayConfig, attempt: StepInputs, weights: OtherWeights) -> RerunResult:
         try:
-            return rerun_step(self.model, attempt, config)
+            return rerun_step(self.model, attempt, config, weights)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AttributeError):
             # An operator such as torch.cond may not support being observed, or running without Dynamo. Whether the step
             # is finite can still be determined.
-            return rerun_step(self.model, attempt, replace(config, compiled=True))
+            return rerun_step(self.model, attempt, replace(config, compiled=True), weights)
 
 
 def build_culprit(made: NonfiniteSource) -> Culprit:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep import distributed
 from halfstep.errors import HalfstepError
 from halfstep.step.buffers import put_buffer
+from halfstep.step.rerun import OtherWeights
 from halfstep.step.stepper import Stepper
 
 FIRST_PAUSE = 5
@@ -80,6 +82,15 @@ class RollbackSnapshot:
             path, _, own = name.rpartition(".")
             put_buffer(modules[path]._buffers, own, saved)
         return stepper.counts.applied
+
+    def list_weights(self) -> OtherWeights:
+        """Return the trained weights, each with its copy, if these are of an earlier update."""
+        stepper = self._stepper
+        known = self.step is not None and self.step < stepper.counts.applied and self._fits(stepper.model)
+        trained = [(name, p) for name, p in stepper.model.named_parameters() if p.requires_grad]
+        if not known or stepper.weights is not None or distributed.is_sharded([p for _, p in trained]):
+            return ()
+        return [(p, self._weights[name]) for name, p in trained]
 
     def _try_restore(self) -> bool:
         """Restore the Stepper's state and return whether it fits.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class NotMeasuredReason(str, Enum):
+class NotMeasuredReason(StrEnum):
     """Values of `Cell.cut`, also in the JSON of a plan."""
 
     NO_TIME = "not measured: no time was left"

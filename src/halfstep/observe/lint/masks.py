@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from halfstep.finding import Finding
 from halfstep.formats import Format, find_format, is_narrow
@@ -20,6 +21,8 @@ _FILLS = (
 )  # fmt: skip
 """Operations for which torch checks the number, and raises."""
 PACKETS = (*_FILLS, _aten.where, _aten.scalar_tensor, _aten.index_put_, _aten.add, _aten.sub, _aten.mul, _aten._to_copy)
+_FILLS_BY_MASK = TorchVersion(torch.__version__) >= (2, 15)  # type: ignore[operator]
+"""Whether `x[mask] = number` is `masked_fill_`, which checks the number; before torch 2.15, it is `index_put_`."""
 _REFUSED = "torch refuses to fill it in"
 _NAN = "a fully masked row becomes NaN"
 
@@ -45,6 +48,8 @@ def find_unseen_overflow(function: Any, given: Sequence[Any], named: Mapping[str
     dtype, values, so = named.get("dtype"), given[:1], _NAN
     if function is Tensor.__setitem__:  # x[mask] = -1e9
         dtype, values = given[0].dtype, given[2:]
+        if _FILLS_BY_MASK and isinstance(given[1], Tensor) and given[1].dtype is torch.bool:
+            so = _REFUSED
     elif function is torch.full:
         values, so = [*given[1:2], named.get("fill_value")], _REFUSED
     elif function is not torch.tensor:

@@ -6,6 +6,7 @@ Documents in a window do not attend to each other: each has its own positions, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,9 +132,9 @@ def compute_summed_loss(
         return _sum_cross_entropy(head(part), target)
 
     # Nothing is drawn in a chunk, so that the generators need not be kept for the second time.
-    again = {"use_reentrant": False, "preserve_rng_state": False}
+    again = partial(checkpoint, loss_of, use_reentrant=False, preserve_rng_state=False)
     parts = zip(rows.split(chunk), wanted.split(chunk), strict=True)
-    return torch.stack([checkpoint(loss_of, part, target, **again) for part, target in parts]).sum()  # type: ignore[arg-type]
+    return torch.stack([again(part, target) for part, target in parts]).sum()
 
 
 def _sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

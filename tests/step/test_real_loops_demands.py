@@ -1,0 +1,170 @@
+"""What loops do around the step: gradients read after it, losses divided twice, a Stepper per epoch, other orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep
+from halfstep.errors import StateMismatch, WrongUse
+
+
+def _loss(model: Any, x: Tensor) -> Any:
+    return model(x).square().mean()
+
+
+def _build(**options: Any) -> tuple[Any, torch.optim.Optimizer, halfstep.Stepper]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, optimizer, halfstep.Stepper(model, optimizer, precision="fp32", **options)
+
+
+def test_gradients_are_kept_until_the_next_step() -> None:
+    model, _, stepper = _build(keep_gradients=True, clip_norm=0.01)
+    x = torch.randn(8, 4)
+    expected = torch.autograd.grad(_loss(model, x), model.weight)[0]
+    stepper.step(_loss, x)
+    assert model.weight.grad is not None
+    assert torch.allclose(model.weight.grad / model.weight.grad.norm(), expected / expected.norm())
+    assert float(model.weight.grad.norm()) <= 0.01
+    before = model.weight.detach().clone()
+    stepper.step(_loss, x * float("nan"))
+    assert bool(model.weight.grad.isnan().all())
+    assert torch.equal(model.weight, before)
+
+
+def test_a_kept_gradient_is_not_added_to_the_next_one() -> None:
+    kept, _, one = _build(keep_gradients=True)
+    plain, _, other = _build()
+    for i in range(5):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i))
+        one.step(_loss, x)
+        other.step(_loss, x)
+    assert torch.equal(kept.weight, plain.weight)
+    assert plain.weight.grad is None
+
+
+def test_kept_gradients_of_narrow_weights_are_refused() -> None:
+    with pytest.raises(WrongUse, match="keep_gradients"):
+        _build(keep_gradients=True, weight_format="bf16-split")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("by", [lambda loss: loss / 4, lambda loss: loss * 0.25])
+def test_a_loss_divided_twice_is_reported_with_its_line(by: Any) -> None:
+    _, _, stepper = _build()
+    stepper.step(lambda m, x: by(_loss(m, x)), halfstep.Window([torch.randn(2, 4)] * 4))
+    assert [finding.id for finding in stepper.findings] == ["loss.divided_twice"]
+    assert "test_real_loops_demands.py:" in stepper.findings[0].evidence
+
+
+def test_other_divisions_are_not_reported() -> None:
+    _, _, stepper = _build()
+    stepper.step(lambda m, x: _loss(m, x) / 3, halfstep.Window([torch.randn(2, 4)] * 4))
+    stepper.step(lambda m, x: _loss(m, x) / 1, torch.randn(2, 4))
+    for factor in (float("nan"), float("inf"), 0.0, 1e-320):
+        stepper.step(lambda m, x, factor=factor: _loss(m, x) * factor, halfstep.Window([torch.randn(2, 4)] * 4))
+    stepper.step(_loss, halfstep.Window([torch.randn(2, 4)] * 4))
+    assert stepper.findings == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_stepper_continues_the_first() -> None:
+    model, optimizer, stepper = _build()
+    for _ in range(3):
+        stepper.step(_loss, torch.randn(2, 4))
+    second = halfstep.Stepper(model, optimizer, precision="fp32")
+    assert second.counts.applied == 3
+    assert [finding.id for finding in second.findings] == ["stepper.continued"]
+    assert second.step(_loss, torch.randn(2, 4)).step == 4
+
+
+def test_a_stepper_over_another_optimizer_starts_anew() -> None:
+    model, _, stepper = _build()
+    stepper.step(_loss, torch.randn(2, 4))
+    second = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
+    assert (second.counts.applied, second.findings) == (0, [])
+
+
+def test_windows_have_a_length() -> None:
+    for batches in (0, 1, 5, 6):
+        for drop_last in (False, True):
+            found = halfstep.windows(range(batches), 3, drop_last=drop_last)
+            assert len(found) == len(list(found))
+    with pytest.raises(TypeError):
+        len(halfstep.windows(iter([1]), 3))
+    assert list(halfstep.windows(iter([1, 2]), 3)) == [[1, 2]]
+
+
+def test_a_schedule_that_has_ended_is_refused_before_the_update() -> None:
+    model, optimizer, _ = _build()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+    stepper = halfstep.Stepper(model, optimizer, precision="fp32", schedule=schedule)
+    batches = [torch.randn(2, 4)] * 7
+    for window in halfstep.windows(batches, 2):
+        stepper.step(_loss, window)
+    for window in list(halfstep.windows(batches, 2))[:2]:
+        stepper.step(_loss, window)
+    before = model.weight.detach().clone()
+    with pytest.raises(WrongUse, match="an epoch makes 4 updates"):
+        stepper.step(_loss, next(iter(halfstep.windows(batches, 2))))
+    assert torch.equal(model.weight, before)
+    assert stepper.state_dict()["counts"]["applied"] == 6
+
+
+def _deep(groups: Any) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(groups(list(model.parameters())), 1e-2)
+    return model, optimizer, halfstep.Stepper(model, optimizer, precision="fp32")
+
+
+def test_optimizer_state_is_matched_by_name() -> None:
+    model, optimizer, stepper = _deep(lambda p: [{"params": p[:2], "weight_decay": 0.1}, {"params": p[2:]}])
+    stepper.step(_loss, torch.randn(3, 4))
+    other, reordered, second = _deep(lambda p: [{"params": p[:1:-1]}, {"params": p[1::-1], "weight_decay": 0.1}])
+    second.load_state_dict(stepper.state_dict())
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[mine]["exp_avg"], reordered.state[theirs]["exp_avg"])
+    assert [group["weight_decay"] for group in reordered.param_groups] == [0.01, 0.1]
+
+
+def test_a_parameter_in_another_group_is_refused() -> None:
+    _, _, stepper = _deep(lambda p: [{"params": [p[0], p[1]]}, {"params": p[2:]}])
+    stepper.step(_loss, torch.randn(3, 4))
+    _, reordered, second = _deep(lambda p: [{"params": [p[2], p[1]]}, {"params": [p[0], p[3]]}])
+    with pytest.raises(StateMismatch, match="other groups"):
+        second.load_state_dict(stepper.state_dict())
+    assert not reordered.state
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_bad_running_statistic_is_reported_once() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].running_var[2] = float("nan")
+    stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
+    for _ in range(3):
+        stepper.step(_loss, torch.randn(3, 4))
+    assert [finding.id for finding in stepper.findings] == ["buffer.not_finite"]
+
+
+def test_a_mask_of_infinities_is_not_reported() -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("mask", torch.full((4,), -torch.inf))
+
+    model = Masked()
+    stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32")
+    stepper.step(_loss, torch.randn(3, 4))
+    assert stepper.findings == []
+
+
+def test_an_average_of_torch_is_refused_by_name() -> None:
+    model = nn.Linear(4, 1)
+    averaged: Any = torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(WrongUse, match=r"halfstep\.Ema\(model"):
+        halfstep.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32", ema=averaged)
