@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
 from pathlib import Path
@@ -373,3 +374,20 @@ def test_a_closure_that_is_run_twice_is_refused() -> None:
     with pytest.raises(WrongUse, match="2 times for an update of 1"):
         trainer(case, plugin(case)).fit(module, loader(case.microbatches(bad=False)))
     assert same(before, dict(module.state_dict()))
+
+
+def test_each_logged_row_has_the_counts_of_its_batch(tmp_path: Path) -> None:
+    """Lightning's loggers count batches; a row after a skipped one must not have the counts of an earlier row."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    step = plugin(ONE)
+    running = trainer(ONE, step, logger=CSVLogger(tmp_path), log_every_n_steps=5, max_epochs=2)
+    batches = ONE.microbatches(bad=True)
+    running.fit(Quiet(ONE), loader(batches * 3))
+    found = {}
+    for line in csv.DictReader((Path(running.logger.log_dir) / "metrics.csv").open()):
+        if line.get("halfstep/applied"):
+            found[int(line["step"])] = float(line["halfstep/applied"]) + float(line["halfstep/skipped"])
+    due = [n for n in range(2 * 3 * len(batches)) if (n + 1) % 5 == 0]
+    assert {n: found.get(n) for n in due} == {n: n + 1 for n in due}
+    assert float(running.callback_metrics["halfstep/applied"]) == step.hosted.stepper.counts.applied

@@ -194,7 +194,7 @@ def test_a_run_that_was_stopped_says_by_what_and_how_to_go_on() -> None:
 def test_a_run_that_was_stopped_and_could_not_be_saved() -> None:
     stopped = {"reason": "stopped", "signal": "SIGINT", "checkpoint": None}
     assert ended([start(), step(23), saved(20, 8)], **stopped) == [
-        "  stopped by SIGINT at step 23 of 40 without saving: start it again with the same command to resume from "
+        "  stopped by Ctrl-C at step 23 of 40 without saving: start it again with the same command to resume from "
         "checkpoint step-00000020.0008 (step 20)"
     ]
 
@@ -209,6 +209,8 @@ def test_a_run_that_was_begun_anew_is_not_sent_to_another_folder() -> None:
     assert failed == [f"  {go_on} from checkpoint step-00000020.0008 (step 20)"]
     named_so = start(command="halfstep train tiny run.dir=runs/--new-1")
     assert "with the same command" in ended([named_so, step(23)], **stopped)[0]
+    in_python = start(command="halfstep.fit('tiny')")
+    assert ended([in_python, step(23)], **stopped)[0].endswith("; call it again, or run the cell again, to resume")
 
 
 @pytest.mark.parametrize("reason", ["failed", "interrupted"])

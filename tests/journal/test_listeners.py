@@ -43,7 +43,7 @@ def test_the_log_has_the_details_that_the_table_leaves_out(tmp_path: Path) -> No
     tell(journal, whole_run())
     journal.close()
     log = (tmp_path / "run" / LOG).read_text()
-    for detail in ("num_workers: auto took 2", "Train IoU:  0.6543", "lr: 3e-4", "observed"):
+    for detail in ("num_workers: auto took 2", "Train IoU:  0.6543", "lr: 3e-4", "✓ observed"):
         assert detail in log
         assert detail not in screen.getvalue()
 

@@ -64,7 +64,7 @@ def test_a_run_of_six_epochs_takes_at_most_twenty_lines() -> None:
     ]
     assert lines[5:13] == [
         "",
-        " epoch      loss  val loss   val IoU    val Dice     time     left  * best",
+        " epoch      loss  val loss   val IoU *  val Dice     time     left",
         "   1/6    0.2345    0.3000    0.5100 *    0.7000    00:06    00:30",
         "   2/6    0.2345         -         -           -    00:06    00:24",
         "   3/6    0.2345    0.3000    0.5300 *    0.7000    00:06    00:18",
@@ -141,7 +141,7 @@ def test_settings_chosen_for_the_data_name_the_command_that_explains_them() -> N
     recipe = {"task": "segmentation", "model": {"name": "unet"}, "data": {"path": "my leaves"}}
     lines = printed([start(sizing=sizing, recipe=recipe, label="segment"), step(1), epoch()])
     assert lines[0] == "halfstep train segment: unet, 7.76 M parameters on here"
-    assert "sized by   halfstep recipes explain segment 'my leaves'" in lines
+    assert "sizes      chosen for the data: halfstep recipes explain segment 'my leaves'" in lines
     assert lines.index("") <= 6, "the header has more than six lines"
 
 
@@ -179,10 +179,24 @@ def test_a_precision_that_was_not_observed_is_an_alarm() -> None:
     assert printed([start(), {**check, "share": 0.4, "text": "40 %"}])[-1] == "observed: 40 %"
 
 
+def test_the_end_says_what_was_observed_of_a_16_bit_run_where_a_line_is_left() -> None:
+    check = {"event": "precision_check", "time": 0.1, "expected": "bf16", "share": 0.974, "text": "97 % ran in bf16"}
+    said = "  precision observed: 97 % of the FLOPs in bf16"
+    ending = printed([start(), check, step(1), end()])
+    assert ending[-5:] == [said, *COMMANDS]
+    assert len(ending) - ending.index("") - 1 <= 6
+    skips = {"loss_not_finite": 3, "gradient_overflow": 100, "guard:of_my_own_long_name": 2}
+    long = printed([start(), check, step(1), end(skipped=skips)])
+    assert long[-4:] == COMMANDS
+    assert said not in long
+    fp32 = {"asked": "fp32", "chosen": "fp32", "summary": "fp32", "reasons": []}
+    assert said not in printed([start(precision=fp32), check, step(1), end()])
+
+
 def test_without_validation_the_columns_are_those_of_training() -> None:
     lines = printed([start(samples={"train": 9, "val": 0}), step(1), epoch(val=None, is_best=False)])
     assert "data       9 samples to train, none to validate" in lines
-    assert lines[-2].split() == ["epoch", "loss", "IoU", "time", "left", "*", "best"]
+    assert lines[-2].split() == ["epoch", "loss", "IoU", "*", "time", "left"]
     assert lines[-1].split()[:3] == ["1/2", "0.2345", "0.6543"]
 
 
@@ -301,7 +315,7 @@ COMMAND = "halfstep train segmentation_tiny run.dir=runs/segmentation_tiny"
 def test_a_run_that_was_stopped_prints_the_command_that_resumes_it() -> None:
     changes = {"signal": "SIGINT", "checkpoint": "step-00000023.0009", "do": COMMAND}
     assert ending("stopped", **changes) == [
-        "Stopped by SIGINT at step 23 of 192 after 12 s: saved as step-00000023.0009",
+        "Stopped by Ctrl-C at step 23 of 192 after 12 s: saved as step-00000023.0009",
         "  to resume:",
         f"    {COMMAND}",
     ]

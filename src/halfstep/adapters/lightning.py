@@ -349,8 +349,7 @@ class HalfstepCallback(Callback):
         # The next batch may be None, and Lightning calls no start hook for it.
         self._plugin.concluded = False
         self._held += 0 if hosted.moved else self._batches
-        every = trainer.log_every_n_steps  # 0: no log at all
-        if every and (not hosted.moved or trainer.global_step % every == 0):
+        if trainer.log_every_n_steps and (not hosted.moved or trainer.is_last_batch or _is_logging_due(trainer)):
             numbers = {f"halfstep/{name}": number for name, number in hosted.numbers.items()}
             pl_module.log_dict(numbers, batch_size=1)
 
@@ -443,6 +442,12 @@ def _check_strategy(strategy: Any) -> None:
             "gradients that are summed over ranks in every step",
             "DDPStrategy() without it, and without a post-local SGD hook",
         )
+
+
+def _is_logging_due(trainer: Trainer) -> bool:
+    """Return whether Lightning passes the numbers of this batch to its loggers: it counts batches, skipped ones too."""
+    due = getattr(getattr(trainer, "_logger_connector", None), "should_update_logs", None)
+    return trainer.global_step % trainer.log_every_n_steps == 0 if due is None else bool(due)
 
 
 def _overrides_hook(module: LightningModule, hook: str) -> bool:

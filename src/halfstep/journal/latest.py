@@ -99,8 +99,13 @@ class LatestEvents:
         return event if event and event["time"] >= self.step.get("time", 0.0) else _NOTHING
 
     @property
+    def precision_check(self) -> Event:
+        """Return the latest observation of the precision."""
+        return self.by_kind.get(PRECISION_CHECK, _NOTHING)
+
+    @property
     def observed_share(self) -> float | None:
-        share: float | None = self.by_kind.get(PRECISION_CHECK, _NOTHING).get("share")
+        share: float | None = self.precision_check.get("share")
         return share
 
     @property

@@ -141,7 +141,7 @@ def _list_header_rows(start: Event) -> list[tuple[str, str, str]]:
         ("saved in", escape_to_one_line(start["dir"]), ""),
     ]
     explain = None if words.is_resumed(start) else _suggest_explaining(start)
-    return rows if explain is None else [*rows, ("sized by", explain, "")]
+    return rows if explain is None else [*rows, ("sizes", f"chosen for the data: {explain}", "")]
 
 
 def describe_title(start: Event) -> str:
@@ -213,7 +213,7 @@ def _suggest_explaining(start: Event) -> str | None:
 
 def _label(name: str, text: str, style: str = "") -> ConsoleLine:
     # The folder and the command are there to be copied.
-    return ConsoleLine(f"{name.ljust(_LABEL)}{text}", style, fit="keep" if name in ("saved in", "sized by") else "cut")
+    return ConsoleLine(f"{name.ljust(_LABEL)}{text}", style, fit="keep" if name in ("saved in", "sizes") else "cut")
 
 
 # -- rows -----------------------------------------------------------------------------------------------------------
@@ -287,8 +287,8 @@ class EpochTable:
     def head(self) -> str:
         """The titles of the columns."""
         titles = (column.title for column in self.columns)
-        row = EpochRow("epoch", tuple(titles), "time", "left", False, f"{BEST} best")
-        return self.format_row(row)
+        # The mark is in the title of its column, where a reader looks for its meaning.
+        return self.format_row(EpochRow("epoch", tuple(titles), "time", "left", True, ""))
 
     def build_row(self, event: Event, since: float) -> EpochRow:
         """Return the row of an epoch that began at `since`."""
@@ -461,6 +461,9 @@ def list_ending_lines(event: Event, latest: LatestEvents, width: int = 80) -> li
     else:
         commands = []
     room = max(MOST_ENDING - sum(_count_rows(line, width) for line in lines), 0 if is_done else 1)
+    # The commands first: what was observed is in train.log, too.
+    if is_done and len(commands) < room and (observed := _describe_observed(latest)):
+        lines.insert(1, ConsoleLine(observed, indent=2, fit="cut"))
     return lines + [ConsoleLine(command, "bold", 4 if not is_done else 2, "keep") for command in commands[:room]]
 
 
@@ -473,11 +476,20 @@ def _describe_summary(event: Event, latest: LatestEvents) -> str:
         value = f"best {format_metric_name(best['metric'])} {numbers.format_metric_value(best['value'])}"
         value += f" in epoch {best['epoch']}, "
     if event["reason"] in words.UNFINISHED:
-        by = f" by {event['signal']}" if event.get("signal") else ""
+        by = f" by {words.name_stop_signal(event['signal'])}" if event.get("signal") else ""
         return escape_to_one_line(
             f"{reason}{by} {words.describe_step_place(latest)} {took}: {_describe_kept(event, latest)}"
         )
     return escape_to_one_line(f"{reason} {took}: {value}{numbers.format_counted_noun(event['steps'], 'step')}, {skips}")
+
+
+def _describe_observed(latest: LatestEvents) -> str:
+    """Return the share of the work that ran in the 16-bit format of the run; empty for other runs."""
+    check = latest.precision_check
+    if check.get("share") is None or not words.is_mixed_precision(latest.start["precision"]["chosen"]):
+        return ""
+    share = numbers.format_percent(check["share"])
+    return escape_to_one_line(f"precision observed: {share} of the FLOPs in {check['expected']}")
 
 
 def _describe_kept(event: Event, latest: LatestEvents) -> str:

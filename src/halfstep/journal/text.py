@@ -16,6 +16,8 @@ from halfstep.precision.names import AUTO, FP8, FP8_KINDS, parse_policy_name
 from halfstep.printable import escape_to_one_line
 
 _ASCII = str.maketrans({"×": "x", "→": "->", "·": "|", "✓": "*", "🚀": "on", "📊": "off", "…": "...", "°": " "})
+FIT_CALL = "halfstep.fit("
+"""How the command of a run begins that was started from Python."""
 ORDINARY = "gradient_overflow"
 """The reason of a skip while a loss scale adjusts; it is normal and no fault of a sample."""
 _MOST = 0.9
@@ -367,7 +369,7 @@ def _indent_lines(text: str | None) -> list[str]:
 
 
 def _advise_resuming(event: Event, latest: LatestEvents) -> str:
-    signal = event.get("signal")
+    signal = name_stop_signal(event["signal"]) if event.get("signal") else ""
     if event.get("checkpoint"):
         by = f"stopped by {signal} {describe_step_place(latest)}: " if signal else ""
         return escape_to_one_line(f"{by}saved as {event['checkpoint']}; {advise_restarting(latest)}")
@@ -379,11 +381,18 @@ def _advise_resuming(event: Event, latest: LatestEvents) -> str:
     )
 
 
+def name_stop_signal(signal: str) -> str:
+    """Return the name of a signal as a person at a keyboard knows it."""
+    return "Ctrl-C" if signal == "SIGINT" else escape_to_one_line(signal)
+
+
 def advise_restarting(latest: LatestEvents) -> str:
     """Return how to continue the run; the same command with --new would start another one."""
     if "--new" in str(latest.start.get("command", "")).split():
         folder = shlex.quote(f"run.dir={latest.start.get('dir', '')}")
         return f"start it again without --new, with {folder}, to resume"
+    if str(latest.start.get("command", "")).startswith(FIT_CALL):
+        return "call it again, or run the cell again, to resume"
     return "start it again with the same command to resume"
 
 

@@ -246,8 +246,8 @@ def _build_findings(asked: str, rungs: list[ConsideredPrecision], device: Device
         return (Finding(_SUBSTITUTED, "warning", evidence, fix),)
     can = find_format_support(device, resolve_precision_name(took).needs)
     if not can.native:
-        native = " or ".join(["auto", *_list_native(device)])
-        fix = f"request {native}, unless you study the numerics of {took}"
+        *others, last = ["auto", *_list_native(device)]
+        fix = f"request {', '.join(others)} or {last}; keep {took} only to study its numerics"
         return (Finding(_SLOW, "warning", f"{took} is slow on {device.name}: {can.reason}", fix),)
     return ()
 

@@ -64,7 +64,7 @@ class LoadedModel(TrainedModel):
 
 
 def load(
-    run: str | Path, *, weights: str = "best", precision: str | None = None, task: type[Task] | None = None
+    run: str | os.PathLike[str], *, weights: str = "best", precision: str | None = None, task: type[Task] | None = None
 ) -> LoadedModel:
     """Load the model of a run.
 

@@ -18,6 +18,7 @@ from halfstep.guard.alarms.spike import REFUSED
 from halfstep.guard.verdict import COMPILER, DATA, DIVERGENCE, NOT_REPRODUCIBLE, PRECISION, STATE
 from halfstep.journal import events
 from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
+from halfstep.journal.text import FIT_CALL
 from halfstep.out_of_memory import (
     convert_memory_error,
     convert_worker_error,
@@ -60,12 +61,9 @@ def suggest_lower_lr(rate: float, rates: Sequence[float] = (), in_recipe: float 
     return f"{float(f'{digit[0]}e{exponent}'):g}"  # truncated to one digit, so never higher
 
 
-_FIT = "halfstep.fit("
-
-
 def format_fit_call(recipe: object) -> str:
     """Return the call that trains a recipe in Python, as the journal of its run records it."""
-    return f"{_FIT}{str(recipe)!r})" if isinstance(recipe, str | Path) else f"{_FIT}...)"
+    return f"{FIT_CALL}{str(recipe)!r})" if isinstance(recipe, str | Path) else f"{FIT_CALL}...)"
 
 
 def read_recipe_lr(command: str) -> float | None:
@@ -87,9 +85,9 @@ def read_recipe_lr(command: str) -> float | None:
 
 
 def _parse_recipe_name(command: str) -> str | None:
-    if command.startswith(_FIT):
+    if command.startswith(FIT_CALL):
         with suppress(ValueError, SyntaxError):
-            named = ast.literal_eval(command.removeprefix(_FIT).removesuffix(")"))
+            named = ast.literal_eval(command.removeprefix(FIT_CALL).removesuffix(")"))
             return named if isinstance(named, str) else None
         return None
     words = shlex.split(command)

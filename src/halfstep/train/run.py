@@ -77,6 +77,10 @@ class Run(PageResult):
     steps: int
     skipped: dict[str, int] = field(default_factory=dict)
 
+    def __fspath__(self) -> str:
+        """Return the folder: a run is accepted wherever the path of its folder is."""
+        return str(self.dir)
+
     def page(self) -> Page:
         """Return the page about it: its best value, its length, its metrics and its curves."""
         # A run draws when it is shown: training loads no charts.

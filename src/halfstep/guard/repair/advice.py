@@ -99,7 +99,8 @@ def build_give_up_error(
     is_damaged = back_at is None and streak.blames_weights
     error = Diverged(
         f"{why}: continue from an earlier checkpoint" if is_damaged else why,
-        allowed=f"fewer than {limits.skips_in_a_row} skips in a row, {limits.skip_share:.0%} of the last 100",
+        allowed=f"fewer than {limits.skips_in_a_row} skips in a row, and at most {limits.skip_share:.0%} of the last "
+        "100 steps",
         do=f"check the Stepper's guard {streak.guard!r}, or allow more skips: Limits(skip_share=1.0)"
         if streak.guard
         else _suggest_python_remedy(streak.verdict, mode, rates),

@@ -73,7 +73,7 @@ class Choices:
         steps = self.given.get("train.steps") or (self.given.get("train.epochs") or epochs) * per_epoch
         if not any(self.given.get(f"train.{key}") is not None for key in ("epochs", "steps")):
             about = max(1, round(steps * step_seconds / 60))
-            reason = f"{steps:,} steps, about {about} minute{'s' * (about != 1)} on {machine}; more of them learn more"
+            reason = f"{steps:,} steps, about {about} minute{'s' * (about != 1)} on {machine}; more epochs help"
             self.choose("train.epochs", epochs, reason)
         length = -(-steps // per_epoch)
         # A set with nothing to evaluate would divide by zero.

@@ -85,11 +85,11 @@ def _choose_network_size(choices: Choices, facts: SetFacts, machine: Machine) ->
         each = 3 * NETWORKS[model].operations * (size / 224) ** 2
         if ENOUGH_IMAGES * each <= seconds * machine.speed:
             break
-    reason = f"{ENOUGH_IMAGES:,} images of it fit into {choose_target_minutes(machine)} minutes on {machine}"
+    reason = f"{ENOUGH_IMAGES:,} images of this size fit into {choose_target_minutes(machine)} minutes on {machine}"
     if model == "resnet18" and machine.has_accelerator:
         reason = f"{facts.images:,} images teach a larger one no more"
     model = choices.choose("model.name", model, reason)
-    why = "the images are no larger" if size == largest else "the larger, the fewer images fit into the time"
+    why = "as large as the images" if size == largest else "the larger, the fewer images fit into the time"
     return model, int(choices.choose("data.size", size, why)), bool(choices.given.get("model.small_stem"))
 
 

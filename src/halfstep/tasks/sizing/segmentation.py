@@ -69,9 +69,13 @@ def _choose_width_and_crop(choices: Choices, shorter: int, machine: Machine) -> 
         fits = BATCH * crop**2 * _count_activation_bytes(width) <= MEMORY_SHARE * machine.memory
         if fits and ENOUGH_STEPS * step <= seconds * machine.speed:
             break
-    reason = f"{ENOUGH_STEPS} steps of it fit into {choose_target_minutes(machine)} minutes on {machine}"
+    reason = f"{ENOUGH_STEPS} steps of this size fit into {choose_target_minutes(machine)} minutes on {machine}"
     width = choices.choose("model.width", width, reason)
-    why = "the photographs are no larger" if crop == largest else "the larger, the fewer steps fit into the time"
+    why = (
+        "about the shorter side of the photographs"
+        if crop == largest
+        else "the larger, the fewer steps fit into the time"
+    )
     return int(width), int(choices.choose("data.crop", crop, why))
 
 
