@@ -63,7 +63,8 @@ def is_observed_by_modes() -> bool:
         or _C._len_torch_function_stack()
         or _C._len_torch_dispatch_stack()
         or _C._are_functorch_transforms_active()
-        or _C._autograd._profiler_enabled()
+        or _C._autograd._profiler_enabled()  # in this thread
+        or torch.autograd.profiler._is_profiler_enabled  # in any
     )
 
 
