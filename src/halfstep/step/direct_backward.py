@@ -82,8 +82,8 @@ def run_backward(loss: Any) -> None:
     if not _can_call_engine(loss):
         loss.backward()
         return
-    # Not kept from step to step: autograd may give a parameter without dimensions the memory of this gradient, and adds
-    # to it in the next backward pass while other nodes still read it.
+    # Not kept for the next pass: hooks may write it through `.data`, which its version does not show, and autograd may
+    # give its memory to the gradient of a parameter without dimensions.
     one = torch.ones_like(loss, memory_format=torch.preserve_format)
     engine: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     engine((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
