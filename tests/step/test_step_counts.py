@@ -14,10 +14,10 @@ from benchmarks.step_counts import Executed, StepWork
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "tiny.halfstep": (7_600, 350),
-    "tiny.guarded": (8_800, 420),
-    "resnet_shape.halfstep": (94_000, 2_160),
-    "transformer_shape.halfstep": (180_000, 3_580),
+    "tiny.halfstep": (6_600, 285),
+    "tiny.guarded": (7_800, 350),
+    "resnet_shape.halfstep": (78_000, 1_780),
+    "transformer_shape.halfstep": (127_500, 2_425),
 }
 """Bytecodes and calls of Python functions in one step, torch's own among them, on Python 3.11 with torch 2.15."""
 MARGIN = 1.05 if sys.version_info[:2] == (3, 11) else 1.3

@@ -14,6 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from halfstep.errors import RanksDisagree, WrongUse
 from halfstep.formats import FP32, FP64, Format
+from halfstep.step.direct_backward import run_backward
 from halfstep.step.ema import StepCounts
 from halfstep.step.loss import LossSlot
 from halfstep.step.optimizer_slot import OptimizerSlot, compute_clip_factor, compute_fp32_norm, move_number_to_device
@@ -60,7 +61,7 @@ class Objective:
         ready = self.loss.scaled(loss, divide, ranks, window)
         if self.everywhere:
             # Without `inputs`: FSDP2 cannot restrict backward to some parameters, and one loss has no need to.
-            ready.backward()
+            run_backward(ready)
         else:
             ready.backward(inputs=self._inputs(), retain_graph=retain_graph)
 

@@ -260,6 +260,10 @@ class OptimizerSlot:
         clip_value: float | None = None,
         model: nn.Module | None = None,
     ) -> None:
+        # Here, because halfstep's GradScaler uses only the functions of this file.
+        from halfstep.step.direct_update import update_directly
+
+        self._update_directly = update_directly
         self.name, self.optimizer, self.schedule = name, optimizer, check_schedule(schedule, optimizer)
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self._model = self._ordered_by = model
@@ -289,7 +293,8 @@ class OptimizerSlot:
     def apply(self) -> None:
         """Step the optimizer, then its schedule."""
         if self.weights is None:
-            self.optimizer.step()
+            if not self._update_directly(self.optimizer):
+                self.optimizer.step()
         else:
             self.weights.step(self.optimizer, self.multiplier, self.clip_value)
         if self.schedule is not None:
