@@ -3,8 +3,9 @@
     python -m benchmarks.step_counts [ARM ...] [--json]
 
 For each arm: calls of Python functions, calls of C functions, bytecodes and operations of torch in one step, of the
-whole step and of halfstep's own files. Arms are the models below, by hand, with halfstep and with a Guardian. The
-models have the number of modules and tensors of real ones, and tensors so small that little but Python is left.
+whole step and of halfstep's own files. Arms are the models below, by hand, by hand under halfstep.watch, with halfstep
+and with a Guardian. The models have the number of modules and tensors of real ones, and tensors so small that little
+but Python is left.
 """
 
 from __future__ import annotations
@@ -131,8 +132,10 @@ def average_by_hand(model: nn.Module) -> Callable[[], None]:
     return update
 
 
-def build_step_by_hand(shape: str) -> Step:
+def build_step_by_hand(shape: str, *, watched: bool = False) -> Step:
     model, optimizer, schedule, (x, y) = build_parts(shape)
+    if watched:
+        halfstep.watch(model, optimizer)
     parameters, average = list(model.parameters()), average_by_hand(model)
 
     def step() -> None:
@@ -146,6 +149,10 @@ def build_step_by_hand(shape: str) -> Step:
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def build_watched_step(shape: str) -> Step:
+    return build_step_by_hand(shape, watched=True)
 
 
 def build_stepper(shape: str) -> tuple[halfstep.Stepper, Batch]:
@@ -169,7 +176,12 @@ def build_guarded_step(shape: str) -> Step:
     return lambda: guardian.step(compute_loss, batch)
 
 
-KINDS = {"bare": build_step_by_hand, "halfstep": build_plain_step, "guarded": build_guarded_step}
+KINDS = {
+    "bare": build_step_by_hand,
+    "watched": build_watched_step,
+    "halfstep": build_plain_step,
+    "guarded": build_guarded_step,
+}
 
 # -- counting ---------------------------------------------------------------------------------------------------------
 

@@ -16,10 +16,12 @@ HALFSTEP = str(Path(__file__).parent) + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 NO_FILE = "<"
 """The first character of the file name of code that is in no file, such as `<string>`."""
+CELLS = ("<ipython-input-", "<python-input-")
+"""File names of IPython and of Python's prompt: linecache has their lines."""
 ASKS = (HALFSTEP + "step" + os.sep, os.path.join(HALFSTEP, "guard", "diagnosis") + os.sep)
 """Code that runs a loss function: frames outside of these, such as the main program, did not request the operation."""
 _PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
-_NOT_THEIRS = (HALFSTEP, TORCH, NO_FILE)
+_NOT_THEIRS = (HALFSTEP, TORCH)
 _PYTHONS = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -50,6 +52,8 @@ def find_user_frame() -> FrameType | None:
 
 def is_user_or_package(file: str) -> bool:
     """Return whether a file is the user's or an installed package's; timm's models count as what the user runs."""
+    if file.startswith(NO_FILE):
+        return file.startswith(CELLS)
     return not file.startswith(_NOT_THEIRS) and (file.startswith(_PACKAGES) or not file.startswith(_PYTHONS))
 
 

@@ -411,7 +411,7 @@ def test_refusals() -> None:
     model, optimizer, _ = make()
     watch = halfstep.watch(model, optimizer)
     with pytest.raises(WrongUse):
-        halfstep.watch(model, optimizer)
+        halfstep.watch(nn.ModuleList([model]), optimizer)
     watch.close()
     with pytest.raises(WrongUse):
         halfstep.watch(model, torch.optim.LBFGS(model.parameters()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.guard.event_text import describe_event
+from halfstep.guard.event_text import describe_event, wrap_text
 from halfstep.guard.repair.paste import suggest_code
 from halfstep.guard.verdict import Culprit, GuardEvent, ProposedRemedy, Verdict
 
@@ -92,3 +92,33 @@ def test_nothing_is_pasted_for_a_scale_that_adjusts() -> None:
 
 def test_other_events_keep_their_text() -> None:
     assert describe_event(GuardEvent("alarm", "warning", "a text", {"attempt": 3})) == "a text"
+
+
+@pytest.mark.wording
+def test_a_step_without_a_loss_function_is_written_with_its_attempt_and_counted() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    stepper = halfstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    guardian = halfstep.Guardian(stepper, limits=halfstep.Limits(skip_share=1.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for n in range(6):
+            with stepper.forward(last=True):
+                loss = model(torch.full((3, 4), float("nan") if n in (1, 3) else 1.0)).square().mean()
+            stepper.backward(loss)
+            guardian.look(stepper.apply())
+    first, second = (str(warning.message) for warning in caught)
+    assert first.startswith("attempt 2 was skipped, and nothing was lost")
+    assert first.splitlines()[-1].startswith("  paste: report = guardian.step(loss_fn, batch)")
+    assert second == "attempt 4 was skipped: the same cause, 2 times so far"
+
+
+def test_a_terminal_gets_lines_of_its_width_and_code_in_one_line() -> None:
+    code = "torch.log(" + "x" * 90 + ".clamp(min=1e-6))"
+    text = "\n".join(
+        ["step 3: the loss is nan", f"  cause: {'word ' * 40}", f"  paste: {code}", f"  step:  {'word ' * 30}"]
+    )
+    lines = wrap_text(text, 80).splitlines()
+    assert f"  paste: {code}" in lines
+    assert all(len(line) <= 80 for line in lines if code not in line)
+    assert " ".join(wrap_text(text, 80).split()) == " ".join(text.split())

@@ -11,6 +11,7 @@ import builtins
 import copy
 import functools
 import inspect
+import itertools
 import linecache
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,12 @@ from torch import Tensor, nn
 
 from halfstep.user_code import is_user_file
 
-_is_user_file = functools.cache(is_user_file)
+
+@functools.cache
+def _is_loop_file(file: str) -> bool:
+    """Return whether the loop may be in this file: the user's own, or text for `exec`, which has no lines."""
+    return is_user_file(file) or file in ("<string>", "<stdin>")
+
 
 Keys = set[str]
 """Names of variables and paths of attributes, such as `self.x`."""
@@ -56,7 +62,7 @@ def iterate_user_frames(innermost: FrameType | None) -> Iterator[FrameType]:
     """Yield the frames of the user's own files, the innermost first."""
     frame, left = innermost, _DEEPEST_FRAME
     while frame is not None and left:
-        if _is_user_file(frame.f_code.co_filename):
+        if _is_loop_file(frame.f_code.co_filename):
             yield frame
         frame, left = frame.f_back, left - 1
 
@@ -64,6 +70,12 @@ def iterate_user_frames(innermost: FrameType | None) -> Iterator[FrameType]:
 def read_frame_place(frame: FrameType) -> FramePlace:
     """Return where a frame is."""
     return FramePlace(id(frame), frame.f_code, frame.f_lineno)
+
+
+def read_frame_column(frame: FrameType) -> int | None:
+    """Return the column at which a frame is in its line; None if Python runs without columns."""
+    places = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+    return next((column for _, _, column, _ in places), None)
 
 
 def copy_frame_variables(frame: FrameType) -> dict[str, Any]:
@@ -142,12 +154,15 @@ class LoopSource:
                 if first == code.co_firstlineno:
                     self._body = node.body
 
-    def between(self, forward: int | None, backward: int, values: Mapping[str, Any]) -> LoopSlice | None:
+    def between(
+        self, forward: int | None, backward: int, values: Mapping[str, Any], column: int | None = None
+    ) -> LoopSlice | None:
         """Return the statements from the line of the forward pass to that of the backward pass; None if unknown.
 
+        `column` is that of the backward pass, where a line has several statements.
         Without a line of the forward pass, they start with the innermost loop around the backward pass.
         """
-        ends = _find_path(self._body, backward)
+        ends = _find_path(self._body, backward, column)
         if not ends:
             return None
         if forward is None:
@@ -165,7 +180,7 @@ class LoopSource:
             start = starts[level][1]
         # A loop that starts with the backward pass of the batch before.
         chosen = block[start : end + 1] if start <= end else [*block[start:], *block[: end + 1]]
-        return _build_slice(self._file, chosen, backward, values)
+        return _build_slice(self._file, chosen, backward, column, values)
 
     def locate(self, forward: int, backward: int) -> ForwardPlace | None:
         """Return where a forward pass is in the block that it shares with the backward pass; None if unknown."""
@@ -208,21 +223,25 @@ def _list_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
     return [block for block in blocks if block]
 
 
-def _contains(node: ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
+def _contains(node: ast.stmt, line: int, column: int | None = None) -> bool:
+    if not node.lineno <= line <= (node.end_lineno or node.lineno):
+        return False
+    if column is None:
+        return True
+    return (node.lineno, node.col_offset) <= (line, column) < (node.end_lineno or line, node.end_col_offset or column)
 
 
-def _find_path(body: list[ast.stmt], line: int) -> Path:
+def _find_path(body: list[ast.stmt], line: int, column: int | None = None) -> Path:
     """Return the blocks around a line, the outermost first, each with the place of the statement in it."""
     path: Path = []
     block: list[ast.stmt] | None = body
     while block is not None:
-        place = next((place for place, statement in enumerate(block) if _contains(statement, line)), None)
+        place = next((place for place, statement in enumerate(block) if _contains(statement, line, column)), None)
         if place is None:
             break
         path.append((block, place))
         inner = _list_blocks(block[place])
-        block = next((each for each in inner if any(_contains(statement, line) for statement in each)), None)
+        block = next((each for each in inner if any(_contains(statement, line, column) for statement in each)), None)
     return path
 
 
@@ -235,6 +254,8 @@ class LoopSlice:
     """The statement that calls backward."""
     keys: tuple[str, ...]
     """The variables that they read."""
+    late: tuple[str, ...] = ()
+    """Those of them with values from the time of the backward pass."""
 
     def run(self, namespace: dict[str, Any], capture: Callable[[], None]) -> None:
         """Run the statements; `capture` is called before the last one."""
@@ -244,13 +265,17 @@ class LoopSlice:
         exec(self.last, namespace)
 
 
-def _build_slice(file: str, chosen: Sequence[ast.stmt], line: int, values: Mapping[str, Any]) -> LoopSlice | None:
+def _build_slice(
+    file: str, chosen: Sequence[ast.stmt], line: int, column: int | None, values: Mapping[str, Any]
+) -> LoopSlice | None:
     if any(isinstance(node, _UNSUPPORTED) for statement in chosen for node in ast.walk(statement)):
         return None
     pruner = _Pruner(values)
-    last = pruner.truncate(chosen[-1], line)
+    last = pruner.truncate(chosen[-1], line, column)
     needed = pruner.loads(last)
     before, needed = pruner.prune(chosen[:-1], needed)
+    # What the loop has read from an iterator is read from its variables.
+    late = tuple(sorted(pruner.read & needed))
     try:
         compiled = [
             compile(ast.fix_missing_locations(ast.Module(_remove_jumps(part), [])), file, "exec")
@@ -259,7 +284,7 @@ def _build_slice(file: str, chosen: Sequence[ast.stmt], line: int, values: Mappi
     except (SyntaxError, ValueError, TypeError):
         return None
     builtin = set(dir(builtins))
-    return LoopSlice(compiled[0] if before else None, compiled[1], tuple(sorted(needed - builtin)))
+    return LoopSlice(compiled[0] if before else None, compiled[1], tuple(sorted(needed - builtin)), late)
 
 
 def _remove_jumps(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -295,6 +320,12 @@ def _format_key(node: ast.AST) -> str | None:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
 
 
+def _reads_next(node: ast.expr) -> bool:
+    """Return whether an expression takes the next item of an iterator, which is gone afterwards."""
+    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    return any(isinstance(function, ast.Name) and function.id == "next" for function in calls)
+
+
 def _overlaps(key: str, keys: Iterable[str]) -> bool:
     return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
@@ -304,6 +335,8 @@ class _Pruner:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
+        self.read: Keys = set()
+        """Variables that `next` has given their values."""
 
     def loads(self, *nodes: ast.AST) -> Keys:
         """Return the variables that these read."""
@@ -345,6 +378,9 @@ class _Pruner:
         if isinstance(statement, ast.Expr) and not self._acts_on(statement.value, needed):
             return None, needed
         written, replaced = self._list_targets(statement)
+        if isinstance(statement, ast.Assign) and _reads_next(statement.value):
+            self.read |= written & needed
+            return None, needed
         if not isinstance(statement, ast.Expr) and not any(self._is_needed(key, needed) for key in written):
             return None, needed
         return statement, (needed - replaced) | self.loads(statement)
@@ -409,14 +445,14 @@ class _Pruner:
 
     # -- the last statement -----------------------------------------------------------------------------------------
 
-    def truncate(self, statement: ast.stmt, line: int) -> ast.stmt:
+    def truncate(self, statement: ast.stmt, line: int, column: int | None) -> ast.stmt:
         """Return the statement that calls backward in this line, without what follows the call in its blocks."""
         for name in ("body", "orelse", "finalbody"):
             block = getattr(statement, name, None)
-            if not isinstance(block, list) or not any(_contains(each, line) for each in block):
+            if not isinstance(block, list) or not any(_contains(each, line, column) for each in block):
                 continue
-            place = next(place for place, each in enumerate(block) if _contains(each, line))
-            last = self.truncate(block[place], line)
+            place = next(place for place, each in enumerate(block) if _contains(each, line, column))
+            last = self.truncate(block[place], line, column)
             before, _ = self.prune(block[:place], self.loads(last))
             copied: Any = ast.copy_location(type(statement)(**dict(ast.iter_fields(statement))), statement)
             setattr(copied, name, [*before, last])

@@ -47,8 +47,9 @@ class RecordedPass:
 
     @property
     def bytes(self) -> int:
-        """The size of the tensors that it keeps alive."""
-        return sum(leaf.nbytes for _, leaf in iterate_tensor_leaves(dict(self.values)) if not leaf.is_sparse)
+        """The size of the batch that it keeps alive; what a trainer or a library holds lives longer in any case."""
+        data = [value for value in self.values.values() if is_batch_data(value) or is_batch_object(value)]
+        return sum(leaf.nbytes for _, leaf in iterate_tensor_leaves(data) if not leaf.is_sparse)
 
 
 def is_batch_data(value: Any) -> bool:
@@ -62,6 +63,11 @@ def is_batch_data(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) <= _MOST_ITEMS and all(is_batch_data(item) for item in value)
     return False
+
+
+def is_batch_object(value: Any) -> bool:
+    """Return whether an object holds data of the step and nothing else."""
+    return holds_attributes(value) and is_batch_data(vars(value))
 
 
 def detach_graph(value: Any) -> Any:
@@ -130,6 +136,7 @@ class LoopLoss:
         code = self._codes[place]
         assert code is not None, "only passes with statements are run"
         values = {**self.held[place], **batch, **dict.fromkeys(self._models[place], model)}
+        values = {key: _UnreadIterator() if isinstance(value, Iterator) else value for key, value in values.items()}
         namespace = {**self._known.thing[place], **{key: value for key, value in values.items() if "." not in key}}
         roots: list[Tensor] = []
         left = [-1]
@@ -197,6 +204,17 @@ class LoopLoss:
                     context._enabled, context.fast_dtype = was_enabled, own
 
 
+class _UnreadIterator(Iterator[Any]):
+    """Takes the place of an iterator of the loop in a rerun, which must not take items from it."""
+
+    def __next__(self) -> Any:
+        raise WrongUse(
+            "an iterator that is read between the forward pass and backward()",
+            allowed="a rerun, which leaves the loop's iterators alone",
+            do="read the batch before the forward pass",
+        )
+
+
 class _Hidden:
     """An object that a search through attributes does not enter: what it holds is no input of the step."""
 
@@ -208,7 +226,10 @@ class _Hidden:
 
 @contextmanager
 def _preserve_objects(namespace: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes to the step's values, and restore all attributes and containers that the statements change."""
+    """Set attributes to the step's values, and restore all attributes and containers that the statements change.
+
+    Iterators among the attributes cannot be read inside: their items would be missing afterwards.
+    """
     names = {key.partition(".")[0] for key in values}
     objects = {id(thing): thing for name in names if holds_attributes(thing := namespace.get(name))}
     kept = [(thing, dict(vars(thing))) for thing in objects.values()]
@@ -217,6 +238,8 @@ def _preserve_objects(namespace: Mapping[str, Any], values: Mapping[str, Any]) -
         (each, each.copy())
         for each in {id(m): m for m in members if type(m) in _CONTAINERS and len(m) <= _MOST_ITEMS}.values()
     ]
+    for thing, attributes in kept:
+        vars(thing).update((key, _UnreadIterator()) for key, value in attributes.items() if isinstance(value, Iterator))
     for key, value in values.items():
         name, _, attribute = key.partition(".")
         if attribute and "." not in attribute and id(namespace.get(name)) in objects:

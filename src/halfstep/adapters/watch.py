@@ -8,7 +8,9 @@ statements, with the batch, the random numbers and the buffers of the step.
 from __future__ import annotations
 
 import math
+import operator
 import re
+import shutil
 import sys
 import weakref
 from collections import Counter, deque
@@ -32,7 +34,9 @@ from halfstep.adapters.loop_code import (
     LoopSource,
     capture_variables,
     copy_frame_variables,
+    holds_attributes,
     iterate_user_frames,
+    read_frame_column,
     read_frame_place,
 )
 from halfstep.adapters.loop_loss import LoopLoss, RecordedPass
@@ -40,8 +44,9 @@ from halfstep.errors import WrongUse, format_error_line
 from halfstep.guard.diagnosis.bad_inputs import PriorSteps
 from halfstep.guard.diagnosis.diagnose import diagnose_attempt
 from halfstep.guard.diagnosis.trials import Trials
+from halfstep.guard.event_text import wrap_text
 from halfstep.guard.repair.paste import suggest_code
-from halfstep.guard.verdict import FailedStep, GuardEvent, StepHistory, Verdict
+from halfstep.guard.verdict import WARM_UP, FailedStep, GuardEvent, StepHistory, Verdict
 from halfstep.observe.backward_calls import (
     are_backward_calls_hidden,
     hide_backward_calls,
@@ -158,6 +163,7 @@ class Watch:
     ) -> None:
         optimizer, scaler = _unwrap(optimizer, torch.optim.Optimizer), _unwrap(scaler, torch.amp.GradScaler)
         _check_watchable(model, optimizer, scaler)
+        _close_earlier(model, optimizer)
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.counts: Counter[str] = Counter()
         """Steps by result: `finite`, and the reasons of others."""
@@ -178,9 +184,10 @@ class Watch:
         self._located: dict[tuple[Any, ...], ForwardPlace | None] = {}
         self._passes: list[RecordedPass] = []
         self._pending: RecordedPass | None = None
-        self._seen: list[tuple[int, int] | None] = []
+        self._seen: GradientMarks | None = None
         self._unscaled: dict[int, tuple[Tensor, Tensor]] = {}
         self._checked = self._is_lost = self._is_in_scaler = False
+        self._has_looked = scaler is not None
         self._followed: dict[str, tuple[Any, Any]] = {}
         """Calls of the scaler that are followed, each with the instance's own attribute before."""
         self._known: dict[str, int] = {}
@@ -267,6 +274,15 @@ class Watch:
             "Call the closure before the step: loss = closure(); optimizer.step()"
         )
 
+    def _end_at_ranks(self) -> None:
+        """End the watch at a failure in a group of processes that was formed after it started."""
+        self.close()
+        self._say(
+            f"step {self._steps:,} is not finite, and watch ended: there are {distributed.count_ranks()} processes, "
+            "whose reruns would wait for each other. halfstep.Guardian(halfstep.Stepper(model, optimizer)) diagnoses "
+            "on all ranks together"
+        )
+
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -296,7 +312,7 @@ class Watch:
         self._guarded(lambda: self._note_backward(roots))
 
     def _note_backward(self, roots: Sequence[Tensor]) -> None:
-        seen = [None if (g := p.grad) is None else (id(g), g._version) for p in self._gradients.trainable]
+        seen = _mark_gradients(self._gradients.trainable)
         # Gradients that were dropped or written since the last pass: the loop has started a new step.
         if self._passes and seen != self._seen:
             self._drop_passes()
@@ -309,6 +325,8 @@ class Watch:
     def _describe_pass(self, loss: Tensor) -> RecordedPass:
         """Return what is needed to run the statements again that made this loss."""
         frames = list(iterate_user_frames(sys._getframe(3)))
+        if frames and not self._has_looked:
+            self._look_for_scaler(frames[0])
         plain = RecordedPass(loss if loss.numel() == 1 else None)
         forward = self._find_first_forward(frames)
         if forward is None:
@@ -329,7 +347,8 @@ class Watch:
                 plain,
                 code=code,
                 values={name: values[name] for name in code.keys if name in values}
-                | _select_attributes(code.keys, values),
+                | _select_attributes(code.keys, values)
+                | capture_variables(copy_frame_variables(frame) if code.late else {}, {}, code.late),
                 known=frame.f_globals,
                 random=forward.random,
                 autocast_around=dtype,
@@ -337,6 +356,17 @@ class Watch:
                 nth=sum(each.code is code and each.random is forward.random for each in self._passes),
             )
         return plain
+
+    def _look_for_scaler(self, frame: FrameType) -> None:
+        """Follow the scaler of the loop, if there is one that `watch` was not given; once, at the first backward."""
+        self._has_looked = True
+        variables = [*copy_frame_variables(frame).values(), *frame.f_globals.values()]
+        inner = [each for thing in variables if holds_attributes(thing) for each in vars(thing).values()]
+        for thing in (*variables, *inner):
+            if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled():
+                self.scaler = thing
+                self._follow_scaler(thing)
+                return
 
     def _find_first_forward(self, frames: Sequence[FrameType]) -> _Forward | None:
         """Return the first of the forward passes that this round of the loop has made."""
@@ -385,7 +415,8 @@ class Watch:
         if key not in self._slices:
             code, forward, backward = key
             variables = {**frame.f_globals, **copy_frame_variables(frame)}
-            found = self._slices[key] = self._find_source(code).between(forward, backward, variables)
+            column = read_frame_column(frame)
+            found = self._slices[key] = self._find_source(code).between(forward, backward, variables, column)
             self._keys.setdefault(code, set()).update(() if found is None else found.keys)
         return self._slices[key]
 
@@ -395,7 +426,7 @@ class Watch:
 
     def _keep_pass(self) -> None:
         pending, self._pending = self._pending, None
-        now = [None if (g := p.grad) is None else (id(g), g._version) for p in self._gradients.trainable]
+        now = _mark_gradients(self._gradients.trainable)
         if pending is None or now == self._seen:
             return
         self._seen = now
@@ -464,7 +495,7 @@ class Watch:
     def _follow_parameters(self) -> None:
         now = list_optimizer_parameters(self.optimizer)
         known = self._gradients.parameters
-        if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+        if len(now) != len(known) or any(map(operator.is_not, now, known)):
             self._gradients = Gradients(now)
 
     def _scaled_step(self, plain_step: Callable[..., float | None], *args: Any, **kwargs: Any) -> float | None:
@@ -543,7 +574,8 @@ class Watch:
             if self._in_a_row <= SKIPS_IN_A_ROW or checked.scale < floor:
                 self._judge(checked, skipped=True)
             return
-        inputs = self._build_inputs(checked) if self._in_a_row in TRIED_SKIPS else None
+        is_tried = self._in_a_row in TRIED_SKIPS and distributed.count_ranks() == 1
+        inputs = self._build_inputs(checked) if is_tried else None
         if inputs is not None and not self._is_finite_in_fp32(inputs):
             self._judge(checked, skipped=True)
             return
@@ -568,6 +600,9 @@ class Watch:
             reason = GRADIENT_OVERFLOW if checked.scale > 1.0 else GRADIENT_NOT_FINITE
         self.counts[reason] += 1
         if self._is_lost or self._diagnoses >= MOST_DIAGNOSES:
+            return
+        if distributed.count_ranks() > 1:
+            self._end_at_ranks()
             return
         self._diagnoses += 1
         report = self._build_report(reason, checked)
@@ -654,6 +689,9 @@ class Watch:
                 Trials(self.model, inputs).run(ReplayConfig(resolve_precision_name("fp32"), scale=1.0))
             dtype = inputs.loss_fn.seen_autocast
             inputs.loss_fn.inner_autocast = dtype is not None
+            if dtype is None:
+                # Weights in bf16, without autocast: the first trained one decides.
+                dtype = next((p.dtype for p in self._gradients.trainable), None)
         return resolve_precision_name(_DTYPES.get(dtype, "fp32") if dtype is not None else "fp32")
 
     def _describe_history(self) -> StepHistory:
@@ -686,6 +724,9 @@ class Watch:
         lines = [f"step {self._steps:,}: {what}", f"  cause: {cause}"]
         lines += [f"         {one}" for one in (() if verdict is None else verdict.evidence)]
         code = suggest_code(verdict, loop="torch", optimizers=(self.optimizer,)) if verdict is not None else NO_SOURCE
+        if verdict is not None and verdict.cause == WARM_UP:
+            lower = math.floor(math.log2(max(checked.scale, 1.0))) - 1
+            code = (f"scaler = torch.amp.GradScaler(device.type, init_scale=2.0**{lower})   # starts at a lower scale",)
         lines += [f"  paste: {line}" if n == 0 else f"         {line}" for n, line in enumerate(code)]
         lines += [
             f"  step:  {line}" if n == 0 else f"         {line}"
@@ -763,6 +804,8 @@ class _StateCopies:
         self._model = model
         self._buffers = Buffers(model)
         self._kept: list[tuple[Tensor, Tensor, int]] = []
+        self._owners: list[str] = []
+        """The modules of these."""
         self._attributes: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         """All plain numbers of modules, at the last search."""
         self._counted: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
@@ -792,18 +835,22 @@ class _StateCopies:
 
     @torch.no_grad()
     def _renew_buffers(self) -> None:
-        now = [buffer for buffer in self._buffers if buffer.layout is torch.strided and not buffer.is_meta]
+        now = [buffer for buffer in self._buffers if _is_copied(buffer)]
         if len(now) != len(self._kept) or any(a is not kept[0] for a, kept in zip(now, self._kept, strict=True)):
             self._kept = []
             if sum(buffer.nbytes for buffer in now) <= MOST_BUFFER_BYTES:
                 self._kept = [(b, b.detach().clone(), read_version_counter(b)) for b in now]
+                named = self._buffers.named().items()
+                self._owners = [name.rpartition(".")[0] for name, buffer in named if _is_copied(buffer)]
             return
-        written = [
-            place
-            for place, (buffer, _, version) in enumerate(self._kept)
+        # Running statistics are written without a new version; the number of batches of their module gets one.
+        owners = {
+            owner
+            for owner, (buffer, _, version) in zip(self._owners, self._kept, strict=True)
             if version == -1 or buffer._version != version
-        ]
-        if written:
+        }
+        if owners:
+            written = [place for place, owner in enumerate(self._owners) if owner in owners]
             torch._foreach_copy_([self._kept[n][1] for n in written], [self._kept[n][0].detach() for n in written])
             for n in written:
                 buffer, copy, _ = self._kept[n]
@@ -835,6 +882,10 @@ class _StateCopies:
         return ""
 
 
+def _is_copied(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and not buffer.is_meta
+
+
 def _write_attributes(values: Mapping[tuple[int, str], tuple[dict[str, Any], Any]]) -> None:
     for (_, name), (holder, value) in values.items():
         holder[name] = value
@@ -864,14 +915,21 @@ def _check_watchable(model: nn.Module, optimizer: torch.optim.Optimizer, scaler:
             allowed="a loop in one process",
             do="halfstep.Guardian(halfstep.Stepper(model, optimizer)), which diagnoses on all ranks together",
         )
-    if any(optimizer is one.optimizer for one in _watches):
+    if any(optimizer is one.optimizer and model is not one.model for one in _watches):
         raise WrongUse(
-            "watch() of an optimizer that is watched already",
+            "watch() of an optimizer that is watched already, with another model",
             allowed="one watch for each optimizer",
-            do="keep what halfstep.watch() returned, and close() it before the next one",
+            do="halfstep.watch(nn.ModuleList([first, second]), optimizer) once, in place of two calls",
         )
     check_steps_once(type(optimizer).__name__, optimizer)
     check_no_optimizer_in_backward(model, {type(optimizer).__name__: optimizer})
+
+
+def _close_earlier(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """End an earlier watch of the same loop, as of a notebook's cell that runs again."""
+    for one in list(_watches):
+        if one.optimizer is optimizer and one.model is model:
+            one.close()
 
 
 def _unwrap(thing: Any, kind: type) -> Any:
@@ -881,6 +939,19 @@ def _unwrap(thing: Any, kind: type) -> Any:
         if isinstance(inner, kind):
             return inner
     return thing
+
+
+GradientMarks = tuple[list[int], list[int]]
+_read_grad, _read_version = operator.attrgetter("grad"), operator.attrgetter("_version")
+
+
+def _mark_gradients(parameters: Sequence[Tensor]) -> GradientMarks:
+    """Return the identities and the versions of gradients, which change where a backward pass writes them."""
+    gradients = list(map(_read_grad, parameters))
+    identities = list(map(id, gradients))
+    if id(None) in identities:
+        gradients = [gradient for gradient in gradients if gradient is not None]
+    return identities, list(map(_read_version, gradients))
 
 
 def _read_autocast(device: torch.device) -> torch.dtype | None:
@@ -901,7 +972,10 @@ def _select_attributes(keys: Sequence[str], values: Mapping[str, Any]) -> dict[s
 
 
 def _print_event(event: GuardEvent) -> None:
-    sys.stderr.write(f"halfstep.watch: {escape_unprintable(event.text)}\n")
+    text = f"halfstep.watch: {escape_unprintable(event.text)}"
+    if sys.stderr.isatty():
+        text = wrap_text(text, shutil.get_terminal_size().columns)
+    sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 

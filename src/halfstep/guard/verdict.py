@@ -53,6 +53,12 @@ class Culprit:
     limit: float
     """The largest number of its format."""
     outside: str | None = None
+    forward: str = ""
+    """In backward: the operation whose derivative it is part of, such as aten.sqrt."""
+    divisor: Literal["", "number", "signed"] = ""
+    """Its second operand: a Python number, or a tensor that contains negative numbers."""
+    batch_path: str = ""
+    """The path in the batch to finite numbers that are far too large, as typed; empty if there are none."""
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Culprit:

@@ -121,6 +121,8 @@ class OperationInput:
     has_zero: bool
     has_negative: bool
     kinds: Kinds
+    is_number: bool = False
+    """Whether it is a Python number."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ class NonfiniteSource:
     """The same in fp64, whose range no single product of fp32 values exceeds; None if there is no finite result."""
     selects_nothing: bool = False
     """Whether this is a loss over labels that are all ignored, or have zero weight."""
+    forward: str = ""
+    """For an operation of autograd's backward: the forward operation whose derivative it computes."""
 
     @property
     def is_origin(self) -> bool:
@@ -172,6 +176,7 @@ class NonfiniteOrigins:
         self._bad: dict[int, tuple[StorageWeakRef, NonfiniteSource]] = {}
         self._computed: dict[int, StorageWeakRef] = {}
         self._lines: dict[int, str | None] = {}
+        self._forward: dict[int, str] = {}
         self._outside: dict[int, NonfiniteSource] = {}
         others = {name: tensor for name, tensor in (held or {}).items() if _has_numbers(tensor)}
         self._names = {identify_storage(tensor): name for name, tensor in others.items()}
@@ -205,6 +210,7 @@ class NonfiniteOrigins:
         self._line = line = find_running_line()
         if not operation.backward and operation.node is not None:
             self._lines[operation.node] = line
+            self._forward[operation.node] = str(_strip_overload(operation))
         packet = _strip_overload(operation)
         if packet in _LIFTS:
             self._literals(operation)
@@ -254,6 +260,8 @@ class NonfiniteOrigins:
             OTHERS if _find_namespace(operation) in _SENT and not guilty else None,
             tuple(made for made in parents if made.on_purpose) if on_purpose else (),
             max((tensor.numel() for tensor in inputs), default=0) > sum(tensor.numel() for tensor in spoiled),
+            # With a line, the user's own code runs: in forward, or in the backward of a custom Function.
+            forward="" if line is not None or operation.node is None else self._forward.get(operation.node, ""),
         )
         if not made.is_origin:
             return made
@@ -355,11 +363,13 @@ def _describe_input(tensor: Tensor, *, written: bool = False) -> OperationInput:
 def _describe_operands(operation: Operation, written: set[int]) -> tuple[OperationInput, ...]:
     found = []
     for argument in operation.arguments[:2]:
-        if isinstance(argument, (int, float)):
+        is_number = isinstance(argument, (int, float))
+        if is_number:
             argument = torch.tensor(float(argument))
         if not isinstance(argument, Tensor) or argument.layout is not torch.strided or argument.is_meta:
             break
-        found.append(_describe_input(extract_local_tensor(argument), written=identify_storage(argument) in written))
+        described = _describe_input(extract_local_tensor(argument), written=identify_storage(argument) in written)
+        found.append(replace(described, is_number=is_number))
     return tuple(found)
 
 

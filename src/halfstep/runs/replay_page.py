@@ -195,7 +195,11 @@ def _build_culprit_blocks(culprit: Culprit) -> Iterator[Block]:
     yield Heading("Origin", "the first operation with finite inputs and a non-finite result")
     yield Pairs(
         (
-            ("operation", culprit.operation + (", in backward" if culprit.backward else "")),
+            (
+                "operation",
+                culprit.operation
+                + (f", in backward{f' of {culprit.forward}' if culprit.forward else ''}" if culprit.backward else ""),
+            ),
             ("module", module),
             ("line", culprit.line or "unknown"),
             ("result", made),

@@ -161,6 +161,10 @@ def diagnose_attempt(
     return replace(verdict, evidence=(explain.BATCH_WRITTEN, *verdict.evidence))
 
 
+def _add_path(culprit: Culprit | None, spot: bad_inputs.BatchSpot) -> Culprit | None:
+    return None if culprit is None else replace(culprit, batch_path=spot.leaf)
+
+
 @dataclass(frozen=True)
 class _DiagnosisCase:
     """One failed step, and everything that was known about it before the reruns."""
@@ -429,13 +433,15 @@ class _DiagnosisCase:
         far = bad_inputs.find_outlier_sample(microbatches)
         # Only if the step is finite without it: an unusual sample alone proves nothing.
         if far is not None and self._finite_in(bad_inputs.replace_sample(self.attempt, far)):
-            return Verdict(DATA, explain.explain_outliers(far, as_it_was), culprit, (explain.FINITE_WITHOUT,), (_SKIP,))
+            sentence = explain.explain_outliers(far, as_it_was)
+            return Verdict(DATA, sentence, _add_path(culprit, far), (explain.FINITE_WITHOUT,), (_SKIP,))
         for found in bad_inputs.find_large_tensors(
             microbatches, bad_inputs.UNUSUAL if self._applied else bad_inputs.ABSURD
         ):
             if self._finite_in(bad_inputs.normalize_spot(self.attempt, found)):
                 sentence = explain.explain_outliers(found, as_it_was)
-                return Verdict(DATA, sentence, culprit, (explain.FINITE_NORMALIZED,), (_NORMALIZE, _SKIP))
+                remedies = (_NORMALIZE, _SKIP)
+                return Verdict(DATA, sentence, _add_path(culprit, found), (explain.FINITE_NORMALIZED,), remedies)
         return None
 
     def _finite_in(self, attempt: StepInputs) -> bool:

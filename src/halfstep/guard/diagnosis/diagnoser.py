@@ -205,7 +205,9 @@ class Diagnoser:
         names = (name for name, parameter in self._stepper.model.named_parameters() if parameter is bad)
         what = f"the loss is {report.loss}" if bad is None else f"the gradient of {next(names, '?')} is not finite"
         streak.seen = f"{what} ({NO_MORE})"
-        self._emit("verdict", "warning", streak.seen, {"attempt": report.attempt, "cause": None})
+        self._times[(streak.seen,)] += 1
+        facts = {"attempt": report.attempt, "cause": None, "times": self._times[(streak.seen,)]}
+        self._emit("verdict", "warning", streak.seen, facts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data."""

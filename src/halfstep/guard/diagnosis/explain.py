@@ -67,7 +67,7 @@ def describe_origin(outcome: TrialOutcome) -> str:
     )
     details = [
         culprit.operation,
-        *(["in backward"] if culprit.backward else []),
+        *([f"in backward of {culprit.forward}" if culprit.forward else "in backward"] if culprit.backward else []),
         *([culprit.line] if culprit.line else []),
     ]
     return f"{where} ({', '.join(details)})"

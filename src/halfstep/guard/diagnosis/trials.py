@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -115,7 +115,16 @@ def build_culprit(made: NonfiniteSource) -> Culprit:
         made.in_fp32,
         find_format_limit(made.format),
         made.outside,
+        made.forward,
+        _classify_divisor(made),
     )
+
+
+def _classify_divisor(made: NonfiniteSource) -> Literal["", "number", "signed"]:
+    if len(made.operands) < 2:
+        return ""
+    second = made.operands[1]
+    return "number" if second.is_number else "signed" if second.has_negative else ""
 
 
 def _build_outcome(ran: RerunResult) -> TrialOutcome:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from halfstep.guard.diagnosis.explain import CLONE_FIRST, OTHER_LOSS
 from halfstep.guard.verdict import (
     CODE,
     COMPILER,
@@ -22,7 +23,7 @@ from halfstep.guard.verdict import (
     Culprit,
     Verdict,
 )
-from halfstep.observe.nonfinite_origin import MINUS_INF
+from halfstep.observe.nonfinite_origin import CONSTANT, MINUS_INF
 
 Loop = Literal["torch", "stepper", "lightning", "transformers", "accelerate"]
 """Who runs the loop: plain torch, `halfstep.Stepper`, or another library through its adapter."""
@@ -40,29 +41,44 @@ _FP32: dict[Loop, str] = {
     "accelerate": 'Accelerator(mixed_precision="no")',
 }
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-# By the function in the user's code: code with a finite result, for its first argument x and its second y.
+# By the function in the user's code: code with a finite result, for its first argument x, its second y, and all that
+# follow the first.
 _LOGS = ("log", "log2", "log10", "xlogy")
+_NORMS = ("norm", "vector_norm", "linalg_vector_norm")
+_DIVISIONS = ("div", "true_divide", "floor_divide", "remainder", "fmod")
 _CODE: tuple[tuple[tuple[str, ...], str], ...] = (
     (_LOGS, "torch.{name}({x}.clamp(min=1e-6))"),
     (("log1p",), "torch.log1p({x}.clamp(min=-1 + 1e-6))"),
     (("sqrt",), "torch.sqrt({x}.clamp(min=1e-12))"),
     (("rsqrt",), "torch.rsqrt({x}.clamp(min=1e-12))"),
     (("reciprocal",), "1 / {x}.clamp(min=1e-6)"),
-    (("pow",), "{x}.clamp(min=1e-6).pow({y})"),
-    (("div", "true_divide", "floor_divide", "remainder", "fmod"), "{x} / {y}.clamp(min=1e-6)"),
+    (("pow",), "{x}.clamp(min=1e-6).pow({rest})"),
+    (_DIVISIONS, "{x} / {y}.clamp(min=1e-6)"),
+    (("lgamma", "digamma"), "torch.{name}({x}.clamp(min=1e-6))"),
     (("exp", "expm1", "exp2"), "torch.{name}({x}.clamp(max=80))"),
     (("acos", "asin", "atanh", "erfinv"), "torch.{name}({x}.clamp(-1 + 1e-6, 1 - 1e-6))"),
     (("logit",), "torch.logit({x}, eps=1e-6)"),
-    (("norm", "vector_norm", "linalg_vector_norm", "cdist", "_cdist_forward"), "({x}.square().sum(-1) + 1e-12).sqrt()"),
+    (_NORMS, "({x}.square().sum({dims}) + 1e-12).sqrt()"),
+    (("cdist", "_cdist_forward"), "({x}[:, None] - {y}[None]).square().sum(-1).add(1e-12).sqrt()"),
     (
         ("softmax", "_softmax", "log_softmax", "_log_softmax"),
         "{x}.nan_to_num(neginf=-1e4)   # a row without a mask of -inf",
     ),
-    (("std", "std_mean", "var", "var_mean"), "{x}.var(unbiased=False).add(1e-6)   # .sqrt() for std"),
-    (("mean",), "{x}.sum() / max({x}.numel(), 1)"),
-    (("nll_loss", "nll_loss_forward", "nll_loss2d_forward"), "if (labels != -100).any():   # before the loss"),
+    (("std", "std_mean"), "({x}.var({rest}unbiased=False) + 1e-6).sqrt()"),
+    (("var", "var_mean"), "{x}.var({rest}unbiased=False)"),
+    (("mean",), "{x}.mean({rest}).nan_to_num()"),
     (("sinh", "cosh", "tan"), "torch.{name}({x}.clamp(-10, 10))"),
 )
+
+
+_OPERATORS: dict[type[ast.operator], str] = {
+    ast.Div: "div", ast.FloorDiv: "div", ast.Mod: "div", ast.Pow: "pow", ast.Mult: "mul", ast.MatMult: "matmul",
+    ast.Add: "add", ast.Sub: "sub",
+}  # fmt: skip
+_SAME = (_NORMS, ("matmul", "bmm", "mm", "addmm", "baddbmm", "linear", "einsum"))
+"""Functions and the operations that torch runs for them."""
+_LARGE_BASE = 1e3
+"""The base above which a power overflows by its size."""
 
 
 class _Call(NamedTuple):
@@ -71,6 +87,17 @@ class _Call(NamedTuple):
     name: str
     x: str = "x"
     y: str = "y"
+    rest: str = ""
+    """The arguments after the first, each with a comma."""
+
+    @property
+    def dims(self) -> str:
+        """The dimensions of a norm, among the arguments after the first."""
+        if not self.rest:
+            return ""
+        given = self.rest.removesuffix(", ").split(", ")
+        places = [each for each in given if "=" not in each][1:]
+        return ", ".join([*places, *(each for each in given if each.startswith(("dim=", "keepdim=")))])
 
 
 def _list_calls(place: str | None) -> list[_Call]:
@@ -85,25 +112,55 @@ def _list_calls(place: str | None) -> list[_Call]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            name = getattr(node.func, "attr", getattr(node.func, "id", "")).removesuffix("_")
             own = isinstance(node.func, ast.Attribute) and not _is_namespace(node.func.value)
             arguments = [*([node.func.value] if own and isinstance(node.func, ast.Attribute) else []), *node.args]
-            found.append(_Call(name, *map(_unparse, arguments[:2])))
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod)):
-            found.append(_Call("div", _unparse(node.left), _unparse(node.right)))
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            found.append(_Call("pow", _unparse(node.left), _unparse(node.right)))
+            others = [*map(ast.unparse, arguments[1:]), *(f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords
+                    if k.arg not in (None, "unbiased", "correction"))]  # fmt: skip
+            x, y = (
+                [*map(_unparse, arguments[:2]), "x", "y"][:2] if len(arguments) != 1 else (_unparse(arguments[0]), "y")
+            )
+            found.append(_Call(name, x, y, "".join(f"{each}, " for each in others)))
+        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            rest = f"{ast.unparse(node.right)}, "
+            found.append(_Call(_OPERATORS[type(node.op)], _unparse(node.left), _unparse(node.right), rest))
+        elif isinstance(node, ast.AugAssign) and type(node.op) in _OPERATORS:
+            rest = f"{ast.unparse(node.value)}, "
+            found.append(_Call(_OPERATORS[type(node.op)], _unparse(node.target), _unparse(node.value), rest))
     return found
+
+
+def _find_function(place: str) -> str | None:
+    """Return the innermost function around a line, unless it is a method or the loop itself, which calls backward."""
+    file, _, line = place.rpartition(":")
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+    functions = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.lineno <= int(line) <= (node.end_lineno or 0)
+    ]
+    if not functions:
+        return None
+    innermost = max(functions, key=lambda node: node.lineno)
+    calls = (node.func for node in ast.walk(innermost) if isinstance(node, ast.Call))
+    is_method = bool(innermost.args.args) and innermost.args.args[0].arg == "self"
+    return None if is_method or any(getattr(call, "attr", "") == "backward" for call in calls) else innermost.name
 
 
 def _is_namespace(node: ast.expr) -> bool:
     """Return whether this is torch, a module of it, or what it is imported as."""
-    return ast.unparse(node).split(".")[0] in ("torch", "F", "np", "nn", "math")
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id in ("torch", "F", "np", "nn", "math")
 
 
 def _unparse(node: ast.expr) -> str:
     text = ast.unparse(node)
-    return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"
+    plain = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+    return text if isinstance(node, plain) else f"({text})"
 
 
 def suggest_code(verdict: Verdict, *, loop: Loop, optimizers: Sequence[torch.optim.Optimizer] = ()) -> tuple[str, ...]:
@@ -115,7 +172,7 @@ def suggest_code(verdict: Verdict, *, loop: Loop, optimizers: Sequence[torch.opt
     if verdict.cause == COMPILER:
         return ('torch.compiler.set_stance("force_eager")   # before the loop',)
     if verdict.cause == DATA:
-        return _suggest_data_check(verdict.culprit, loop)
+        return _suggest_data_change(verdict, loop)
     if verdict.cause == DIVERGENCE:
         return _suggest_rate(optimizers)
     if verdict.cause == STATE:
@@ -135,7 +192,10 @@ def _suggest_precision(verdict: Verdict, loop: Loop) -> tuple[str, ...]:
             return (f"# {remedy.target}",)
     culprit = verdict.culprit
     if culprit is not None and culprit.outside is None and culprit.line and not culprit.backward:
-        return (f"loss = halfstep.island(criterion)(output, target)   # the function that contains {culprit.line}",)
+        function = _find_function(culprit.line)
+        if function is None:
+            return (f"with torch.autocast(device.type, enabled=False):   # around {culprit.line}, on x.float()",)
+        return (f"{function} = halfstep.island({function})   # after its def, which contains {culprit.line}: fp32",)
     for remedy in verdict.remedies:
         if remedy.works and remedy.kind == "precision":
             if remedy.target == "fp32" and loop in _FP32:
@@ -147,17 +207,38 @@ def _suggest_precision(verdict: Verdict, loop: Loop) -> tuple[str, ...]:
 _VARIABLE = re.compile(r"\['([A-Za-z_][\w.]*)'\]")
 
 
+def _suggest_data_change(verdict: Verdict, loop: Loop) -> tuple[str, ...]:
+    targets = [remedy.target for remedy in verdict.remedies if remedy.kind == "fix_code"]
+    if CLONE_FIRST in targets:
+        return ("x = x.clone()   # x: the tensor of the batch, before the first operation that writes into it",)
+    if OTHER_LOSS not in targets:
+        return _suggest_data_check(verdict.culprit, loop)
+    if loop == "stepper":
+        return ("guardian.step(loss_fn, batch, again=loss_fn)   # again=: one that can be called twice with a batch",)
+    return ("torch.autograd.set_detect_anomaly(True)   # before the loop: names the line in backward",)
+
+
+_LARGE_INPUT = 10_000.0
+"""The limit above which no number of a normalized batch lies."""
+
+
 def _suggest_data_check(culprit: Culprit | None, loop: Loop) -> tuple[str, ...]:
     outside = "" if culprit is None else culprit.outside or ""
     path = re.sub(r"^the batch(\[\d+\])?", "", outside) if outside.startswith("the batch") else ""
+    is_large = culprit is not None and bool(culprit.batch_path)
+    path = culprit.batch_path if culprit is not None and is_large else path
     if loop == "torch":
         variable = _VARIABLE.match(path)
         name = "x" if variable is None else variable.group(1) + path[variable.end() :]
     else:
         name = f"batch{path}"
+    good = f"{name}.abs().max() < {_LARGE_INPUT:g}" if is_large else f"torch.isfinite({name}).all()"
     if loop in ("torch", "stepper"):
-        return (f"if not torch.isfinite({name}).all(): continue   # before the forward pass",)
-    return (f'assert torch.isfinite({name}).all(), "batch"   # in the data set: names the bad sample',)
+        where = "before the forward pass"
+        if outside == CONSTANT and culprit is not None and culprit.line:
+            where = f"x: what {culprit.line} uses"
+        return (f"if not {good}: continue   # {where}",)
+    return (f'assert {good}, "batch"   # in the data set: names the bad sample',)
 
 
 def _suggest_rate(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
@@ -173,20 +254,73 @@ def _suggest_change(culprit: Culprit | None) -> tuple[str, ...]:
     operation = culprit.operation.rpartition(".")[2]
     name = operation.removesuffix("_").removesuffix("_backward")
     calls = _list_calls(culprit.line)
-    # The backward of a function is made of others, such as the division by a root: the line shows which one it is.
+    if name.startswith("nll_loss"):
+        return (_write_label_check(calls),)
+    if culprit.in_fp32 is not None and culprit.in_fp32 > culprit.limit:
+        x = next((call.x for call in calls if _is_same_function(call.name, name)), "x")
+        return (f"{x}.float()   # in place of {x} at {culprit.line}: in fp32 the result is in range",)
+    if culprit.forward:
+        # The backward of a function is made of others, such as a division by its root.
+        name = culprit.forward.rpartition(".")[2].removesuffix("_")
+        calls = [call for call in calls if _is_same_function(call.name, name)] or calls
+    # Of the backward of other functions, the line shows which one it is.
     order = [call for call in calls if call.name == name or not culprit.backward]
     order = [call for call in calls if call.name != "div"] + order if culprit.backward else order
     wanted = [call for call in order if culprit.backward or _is_same_function(call.name, name)]
     for call in (*wanted, _Call(name), _Call(operation)):
         for names, code in _CODE:
             if call.name in names:
-                written = code.format(name=call.name, x=call.x, y=call.y)
+                written = _write_call(call, code, culprit)
                 return (f"{written}{'' if '#' in written else place}",)
     if culprit.kinds == (MINUS_INF,):
         return (f"x.clamp(min=-1e4){place}",)
-    return (f"x = torch.nan_to_num(x)   # before {culprit.line}" if culprit.line else "x = torch.nan_to_num(x)",)
+    x = _find_target(culprit.line)
+    return (f"{x} = torch.nan_to_num({x})   # {f'after {culprit.line}' if culprit.line else 'x: its result'}",)
+
+
+def _write_call(call: _Call, code: str, culprit: Culprit) -> str:
+    """Return code with a finite result for a call, from its template."""
+    if call.name in _DIVISIONS:
+        code = _write_division(call.y, culprit)
+    elif call.name == "pow" and not culprit.backward and culprit.largest_input > _LARGE_BASE:
+        code = "{x}.clamp(-1e4, 1e4).pow({rest})"
+    elif call.name == "mean" and call.x.isidentifier() and not call.rest:
+        code = "{x}.sum() / max({x}.numel(), 1)"
+    rest = call.rest or ("y" if call.name == "pow" else "")
+    return code.format(name=call.name, x=call.x, y=call.y, rest=rest, dims=call.dims).replace(", )", ")")
+
+
+def _find_target(place: str | None) -> str:
+    """Return the variable that a line of the user's code writes; x if it writes none, or several."""
+    file, _, line = (place or "").rpartition(":")
+    try:
+        tree = ast.parse(linecache.getline(file, int(line or 0)).strip())
+    except SyntaxError:
+        return "x"
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    targets += [node.target for node in tree.body if isinstance(node, ast.AugAssign)]
+    return ast.unparse(targets[0]) if len(targets) == 1 and not isinstance(targets[0], ast.Tuple) else "x"
+
+
+_IGNORED = re.compile(r"\bignore_index=([^,]+),")
+
+
+def _write_label_check(calls: Sequence[_Call]) -> str:
+    """Return a condition that a label is not ignored."""
+    call = next((call for call in calls if call.name in ("cross_entropy", "nll_loss")), _Call("", y="labels"))
+    ignored = _IGNORED.search(call.rest)
+    return f"if ({call.y} != {'-100' if ignored is None else ignored.group(1)}).any():   # before the loss"
+
+
+def _write_division(divisor: str, culprit: Culprit) -> str:
+    """Return a division by a divisor that is not 0: a clamp would change negative numbers, and numbers have none."""
+    if culprit.divisor == "number" or divisor.startswith("len(") or divisor.endswith(".numel()"):
+        return "{x} / max({y}, 1e-6)"
+    return "{x} / {y}.where({y}.abs() > 1e-6, 1e-6)" if culprit.divisor == "signed" else "{x} / {y}.clamp(min=1e-6)"
 
 
 def _is_same_function(called: str, operation: str) -> bool:
     """Return whether an operation is what torch runs for a function."""
-    return called == operation or (operation.strip("_").startswith(called) and called != "log")
+    if called == operation or any(called in names and operation in names for names in _SAME):
+        return True
+    return operation.strip("_").startswith(called) and called != "log"

@@ -1,0 +1,315 @@
+"""`halfstep.watch` where loops, sources and scalers are not as in a script: cells, `exec`, iterators, later groups."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import halfstep
+from halfstep import distributed
+from halfstep.adapters.watch import Watch
+from halfstep.guard.verdict import CODE, GuardEvent
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def batches(steps: int = 6) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(steps)]
+
+
+def fail(loss: Tensor) -> Tensor:
+    return loss * torch.log(loss.detach() * 0)
+
+
+def is_named(watch: Watch) -> bool:
+    """Whether the verdict names the line of `fail`."""
+    verdict = watch.verdict
+    if verdict is None or verdict.cause != CODE or verdict.culprit is None:
+        return False
+    line = f"test_watch_situations.py:{fail.__code__.co_firstlineno + 1}"
+    return verdict.culprit.operation == "aten.log" and (verdict.culprit.line or "").endswith(line)
+
+
+CELL = """\
+for step, (x, y) in enumerate(data):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    if step == 3:
+        loss = loss / (loss.detach() * 0)
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("file", ["<ipython-input-3-5f2b>", "<python-input-7>"])
+def test_a_cell_is_named_with_its_line(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make()
+    watch = halfstep.watch(model, optimizer, tell=lambda event: None)
+    monkeypatch.setitem(linecache.cache, file, (len(CELL), None, CELL.splitlines(keepends=True), file))
+    exec(compile(CELL, file, "exec"), {"F": F, "model": model, "optimizer": optimizer, "data": batches()})
+    assert watch.verdict is not None
+    assert watch.verdict.culprit is not None
+    assert watch.verdict.culprit.operation == "aten.div"
+    assert watch.verdict.culprit.line == f"{file}:5"
+    watch.close()
+
+
+def test_text_without_a_file_is_not_run_again() -> None:
+    """Its caller is a file: to run the caller's statement again would run the complete loop."""
+    model, optimizer = make()
+    events: list[GuardEvent] = []
+    watch = halfstep.watch(model, optimizer, tell=events.append)
+    data = iter(batches(12))
+    taken = [next(data) for _ in range(6)]
+    exec(CELL, {"F": F, "model": model, "optimizer": optimizer, "data": taken})
+    assert len(list(data)) == 6
+    assert len(events) == 1
+    assert watch.verdict is None
+    watch.close()
+
+
+def test_statements_in_one_line(tmp_path: Path) -> None:
+    model, optimizer = make()
+    watch = halfstep.watch(model, optimizer, tell=lambda event: None)
+    file = tmp_path / "train.py"
+    file.write_text(
+        "for step, (x, y) in enumerate(data):\n"
+        "    loss = F.cross_entropy(model(x), y) / (step != 3)\n"
+        "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
+    )
+    names = {"F": F, "model": model, "optimizer": optimizer, "data": batches()}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    assert watch.verdict is not None
+    assert watch.verdict.culprit is not None
+    assert watch.verdict.culprit.line == f"{file}:2"
+    watch.close()
+
+
+def test_an_item_that_the_loop_has_taken_is_used_again() -> None:
+    model, optimizer = make()
+    watch = halfstep.watch(model, optimizer, tell=lambda event: None)
+    data = iter(batches(12))
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = next(data)
+        logits = model(x)
+        x, other = next(data)
+        loss = F.cross_entropy(logits, y) + F.cross_entropy(model(x), other)
+        loss = fail(loss) if step == 3 else loss
+        loss.backward()
+        optimizer.step()
+    assert len(list(data)) == 2, "a rerun takes none"
+    assert is_named(watch)
+    watch.close()
+
+
+class Trainer:
+    """A loop whose method hands out batches."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = make()
+        self.data: Iterator[tuple[Tensor, Tensor]] = iter(batches(12))
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        return next(self.data)
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        x, y = self.read()
+        logits = self.model(x)
+        x, other = self.read()
+        loss = F.cross_entropy(logits, y) + F.cross_entropy(self.model(x), other)
+        loss = fail(loss) if step == 3 else loss
+        loss.backward()
+        self.optimizer.step()
+
+
+def test_a_rerun_takes_nothing_from_an_iterator() -> None:
+    trainer = Trainer()
+    events: list[GuardEvent] = []
+    watch = halfstep.watch(trainer.model, trainer.optimizer, tell=events.append)
+    for step in range(5):
+        trainer.step(step)
+    assert len(list(trainer.data)) == 2
+    assert len(events) == 1
+    watch.close()
+
+
+def test_a_second_watch_of_a_loop_replaces_the_first() -> None:
+    """As in a notebook, where the cell with the line runs twice."""
+    model, optimizer = make()
+    first: list[GuardEvent] = []
+    second: list[GuardEvent] = []
+    halfstep.watch(model, optimizer, tell=first.append)
+    watch = halfstep.watch(model, optimizer, tell=second.append)
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss = fail(loss) if step == 3 else loss
+        loss.backward()
+        optimizer.step()
+    assert (len(first), len(second)) == (0, 1)
+    assert len(model._forward_pre_hooks) == 1
+    watch.close()
+    assert not model._forward_pre_hooks
+
+
+class Scaled:
+    """A trainer with a scaler of its own."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+@pytest.mark.parametrize("is_attribute", [False, True])
+def test_the_scaler_of_the_loop_is_found(is_attribute: bool) -> None:
+    model, optimizer = make()
+    watch = halfstep.watch(model, optimizer, tell=lambda event: None)
+    trainer = Scaled()
+    scaler = torch.amp.GradScaler("cpu", enabled=False) if is_attribute else trainer.scaler
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(x), y)
+            loss = fail(loss) if step == 3 else loss
+        (trainer.scaler if is_attribute else scaler).scale(loss).backward()
+        trainer.scaler.step(optimizer)
+        trainer.scaler.update()
+    assert watch.counts["finite"] == 5
+    assert is_named(watch)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    watch.close()
+    assert "step" not in vars(trainer.scaler)
+
+
+def test_weights_in_bf16_without_autocast() -> None:
+    model, optimizer = make()
+    model.to(torch.bfloat16)
+    watch = halfstep.watch(model, optimizer, tell=lambda event: None)
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x.bfloat16()), y)
+        loss = fail(loss) if step == 3 else loss
+        loss.backward()
+        optimizer.step()
+    assert is_named(watch)
+    watch.close()
+
+
+def test_a_group_of_processes_that_is_formed_later_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of processes is replaced: with real ones, a rerun would wait for the other."""
+    model, optimizer = make()
+    events: list[GuardEvent] = []
+    watch = halfstep.watch(model, optimizer, tell=events.append)
+    for step, (x, y) in enumerate(batches()):
+        if step == 3:
+            monkeypatch.setattr(distributed, "count_ranks", lambda: 2)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss = fail(loss) if step == 3 else loss
+        loss.backward()
+        optimizer.step()
+    assert len(events) == 1
+    assert watch.verdict is None
+    assert not model._forward_pre_hooks
+
+
+def test_an_interrupt_and_an_error_in_forward_leave_the_watch_in_order() -> None:
+    model, optimizer = make()
+    watch = halfstep.watch(model, optimizer, tell=lambda event: None)
+
+    def step(x: Tensor, y: Tensor, error: Any = None, *, bad: bool = False) -> None:
+        optimizer.zero_grad()
+        logits = model(x if error is not ValueError else x[:, :2])
+        if error is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        loss = F.cross_entropy(logits, y)
+        loss = fail(loss) if bad else loss
+        loss.backward()
+        optimizer.step()
+
+    data = batches()
+    step(*data[0])
+    with pytest.raises(KeyboardInterrupt):
+        step(*data[1], KeyboardInterrupt)
+    with pytest.raises(RuntimeError):
+        step(*data[2], ValueError)
+    step(*data[3])
+    assert watch.counts["finite"] == 2
+    step(*data[4], bad=True)
+    assert is_named(watch)
+    watch.close()
+
+
+class Statistics(nn.Module):
+    """A model that divides by zero once its running mean is above a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.norm.running_mean
+        assert mean is not None
+        return self.head(self.norm(x)) / (mean.mean() < 0.5).float()
+
+
+def test_a_rerun_has_the_statistics_from_before_the_step() -> None:
+    """The kernels write them without a new version of the tensor."""
+    torch.manual_seed(0)
+    model = Statistics()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = halfstep.watch(model, optimizer, tell=lambda event: None)
+    for x, y in batches(10):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x + 1.0), y)
+        loss.backward()
+        optimizer.step()
+    assert watch.counts["finite"] > 3
+    assert watch.verdict is not None
+    assert watch.verdict.culprit is not None
+    assert watch.verdict.culprit.operation == "aten.div"
+    watch.close()
+
+
+ACCUMULATED = """\
+import torch
+for step in range(2):
+    optimizer.zero_grad()
+    for part, (x, y) in enumerate(data):
+        loss = F.cross_entropy(model(x), y)
+        if step == 1 and part == 0:
+            loss = loss / (loss.detach() * 0)
+        loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("size", "is_found"), [(10**6, True), (100, False)])
+def test_micro_batches_are_kept_up_to_their_bound(
+    size: int, is_found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules that a script imports are no part of its batch; of the batch, the oldest parts are dropped first."""
+    monkeypatch.setattr("halfstep.adapters.watch.MOST_BATCH_BYTES", size)
+    model, optimizer = make()
+    watch = halfstep.watch(model, optimizer, tell=lambda event: None)
+    file = tmp_path / "train.py"
+    file.write_text(ACCUMULATED)
+    names = {"F": F, "model": model, "optimizer": optimizer, "data": batches(3)}
+    exec(compile(ACCUMULATED, str(file), "exec"), names)
+    assert watch.verdict is not None
+    culprit = watch.verdict.culprit
+    assert (culprit is not None and culprit.line == f"{file}:7") is is_found
+    watch.close()
