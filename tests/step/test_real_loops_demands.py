@@ -243,3 +243,64 @@ def test_bad_batches_are_no_fault_of_the_weights() -> None:
     for factor in (1.0, torch.nan, torch.nan, torch.nan, 1.0, torch.inf, torch.inf):
         stepper.step(_loss, torch.randn(2, 4) * factor)
     assert (stepper.counts.applied, stepper.findings) == (2, [])
+
+
+def _build_gan() -> Any:
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    gan: Any = nn.ModuleDict({"g": generator, "d": nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))})
+    return gan, {name: torch.optim.Adam(module.parameters(), 1e-2) for name, module in gan.items()}
+
+
+def _real_and_noise(i: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(6, 2, generator=generator), torch.randn(6, 4, generator=generator)
+
+
+def _loss_of_d(gan: Any, real: Tensor, fake: Tensor) -> Any:
+    return nn.functional.softplus(-gan["d"](real)).mean() + nn.functional.softplus(gan["d"](fake.detach())).mean()
+
+
+def test_first_d_then_g_with_the_updated_d_equals_the_loop_by_hand() -> None:
+    by_hand, optimizers = _build_gan()
+    for i in range(20):
+        real, noise = _real_and_noise(i)
+        fake = by_hand["g"](noise)
+        optimizers["d"].zero_grad()
+        _loss_of_d(by_hand, real, fake).backward()
+        optimizers["d"].step()
+        optimizers["g"].zero_grad()
+        nn.functional.softplus(-by_hand["d"](fake)).mean().backward()
+        optimizers["g"].step()
+
+    gan, optimizers = _build_gan()
+    stepper = halfstep.Stepper(gan, optimizers=optimizers, precision="fp32")
+    for i in range(20):
+        _step_d_then_g(stepper, gan, *_real_and_noise(i))
+    assert all(torch.equal(a, b) for a, b in zip(by_hand.state_dict().values(), gan.state_dict().values(), strict=True))
+
+
+def _step_d_then_g(stepper: halfstep.Stepper, gan: Any, real: Tensor, noise: Tensor) -> list[str | None]:
+    with stepper.forward(only="d"):
+        fake = gan["g"](noise)
+        loss = _loss_of_d(gan, real, fake)
+    stepper.backward(loss)
+    of_d = stepper.apply()
+    with stepper.forward(only="g"):
+        loss = nn.functional.softplus(-gan["d"](fake)).mean()
+    stepper.backward(loss)
+    return [of_d.reason, stepper.apply().reason]
+
+
+def test_a_skipped_step_of_d_restores_both_networks_and_g_is_updated_with_the_old_d() -> None:
+    gan, optimizers = _build_gan()
+    stepper = halfstep.Stepper(gan, optimizers=optimizers, precision="fp32")
+    _step_d_then_g(stepper, gan, *_real_and_noise(0))
+    before = {name: tensor.clone() for name, tensor in gan.state_dict().items()}
+    real, noise = _real_and_noise(1)
+    assert _step_d_then_g(stepper, gan, real * torch.nan, noise) == ["loss_not_finite", None]
+    after = gan.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before if name.startswith(("d.0", "d.2")))
+    assert torch.equal(after["g.1.running_mean"], before["g.1.running_mean"])
+    assert not torch.equal(after["g.0.weight"], before["g.0.weight"])
+    assert all(bool(tensor.isfinite().all()) for tensor in after.values())
