@@ -67,7 +67,11 @@ def test_other_divisions_are_not_reported() -> None:
     stepper.step(lambda m, x: _loss(m, x) / 3, halfstep.Window([torch.randn(2, 4)] * 4))
     stepper.step(lambda m, x: _loss(m, x) / 1, torch.randn(2, 4))
     for factor in (float("nan"), float("inf"), 0.0, 1e-320):
-        stepper.step(lambda m, x, factor=factor: _loss(m, x) * factor, halfstep.Window([torch.randn(2, 4)] * 4))
+
+        def scaled(m: Any, x: Tensor, factor: float = factor) -> Any:
+            return _loss(m, x) * factor
+
+        stepper.step(scaled, halfstep.Window([torch.randn(2, 4)] * 4))
     stepper.step(_loss, halfstep.Window([torch.randn(2, 4)] * 4))
     assert stepper.findings == []
 
