@@ -67,7 +67,11 @@ def test_other_divisions_are_not_reported() -> None:
     stepper.step(lambda m, x: _loss(m, x) / 3, halfstep.Window([torch.randn(2, 4)] * 4))
     stepper.step(lambda m, x: _loss(m, x) / 1, torch.randn(2, 4))
     for factor in (float("nan"), float("inf"), 0.0, 1e-320):
-        stepper.step(lambda m, x, factor=factor: _loss(m, x) * factor, halfstep.Window([torch.randn(2, 4)] * 4))
+
+        def scaled(m: Any, x: Tensor, factor: float = factor) -> Any:
+            return _loss(m, x) * factor
+
+        stepper.step(scaled, halfstep.Window([torch.randn(2, 4)] * 4))
     stepper.step(_loss, halfstep.Window([torch.randn(2, 4)] * 4))
     assert stepper.findings == []
 
@@ -168,3 +172,139 @@ def test_an_average_of_torch_is_refused_by_name() -> None:
     averaged: Any = torch.optim.swa_utils.AveragedModel(model)
     with pytest.raises(WrongUse, match=r"halfstep\.Ema\(model"):
         halfstep.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), precision="fp32", ema=averaged)
+
+
+def _with_a_dead_unit() -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[0].bias[3] = -99.0  # its gradient is 0, and so are its moments
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("three_calls", [False, True])
+def test_an_update_that_writes_nan_is_reported_with_the_optimizers_fault(three_calls: bool) -> None:
+    model = _with_a_dead_unit()
+    stepper = halfstep.Stepper(model, torch.optim.Adam(model.parameters(), 1e-2, eps=0.0), precision="fp32")
+    reports = []
+    for _ in range(5):
+        x = torch.randn(8, 4)
+        if three_calls:
+            with stepper.forward():
+                loss = _loss(model, x)
+            stepper.backward(loss)
+            reports.append(stepper.apply())
+        else:
+            reports.append(stepper.step(_loss, x))
+    assert [report.reason for report in reports] == [None, *["loss_not_finite"] * 4]
+    assert bool(model[0].weight[3].isnan().all())
+    assert [finding.id for finding in stepper.findings] == ["weight.not_finite"]
+    assert "weight 0.weight contains nan" in stepper.findings[0].evidence
+    assert "step 1" in stepper.findings[0].evidence
+    assert "Adam divides by the root of exp_avg_sq, which is 0 there, with eps=0" in stepper.findings[0].evidence
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_weight_that_other_code_has_overwritten_is_reported_without_an_optimizers_fault() -> None:
+    model, _, stepper = _build()
+    stepper.step(_loss, torch.randn(2, 4))
+    with torch.no_grad():
+        model.bias.fill_(torch.inf)
+    for _ in range(3):
+        stepper.step(_loss, torch.randn(2, 4))
+    assert [finding.id for finding in stepper.findings] == ["weight.not_finite"]
+    assert "weight bias contains inf" in stepper.findings[0].evidence
+    assert "its update wrote it, or code that ran after it" in stepper.findings[0].evidence
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_were_loaded_with_nan_are_reported() -> None:
+    model, _, stepper = _build()
+    with torch.no_grad():
+        model.weight[0, 1] = torch.nan
+    for _ in range(2):
+        stepper.step(_loss, torch.randn(2, 4))
+    assert [finding.id for finding in stepper.findings] == ["weight.not_finite"]
+    assert "no step was applied before" in stepper.findings[0].evidence
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bad_weights_of_one_of_two_optimizers_are_reported_in_the_step_of_the_other() -> None:
+    model: Any = nn.ModuleDict({"d": nn.Linear(4, 1), "g": nn.Linear(4, 4)})
+    optimizers = {name: torch.optim.SGD(module.parameters(), 0.1) for name, module in model.items()}
+    stepper = halfstep.Stepper(model, optimizers=optimizers, precision="fp32")
+    with torch.no_grad():
+        model["d"].bias.fill_(torch.nan)
+    for name in ("d", "g"):
+        stepper.step(lambda m, x: m["d"](m["g"](x)).mean(), torch.randn(2, 4), only=name)
+    assert [finding.id for finding in stepper.findings] == ["weight.not_finite"]
+    assert "weight d.bias" in stepper.findings[0].evidence
+
+
+def test_bad_batches_are_no_fault_of_the_weights() -> None:
+    _, _, stepper = _build()
+    for factor in (1.0, torch.nan, torch.nan, torch.nan, 1.0, torch.inf, torch.inf):
+        stepper.step(_loss, torch.randn(2, 4) * factor)
+    assert (stepper.counts.applied, stepper.findings) == (2, [])
+
+
+def _build_gan() -> Any:
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    gan: Any = nn.ModuleDict({"g": generator, "d": nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))})
+    return gan, {name: torch.optim.Adam(module.parameters(), 1e-2) for name, module in gan.items()}
+
+
+def _real_and_noise(i: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(6, 2, generator=generator), torch.randn(6, 4, generator=generator)
+
+
+def _loss_of_d(gan: Any, real: Tensor, fake: Tensor) -> Any:
+    return nn.functional.softplus(-gan["d"](real)).mean() + nn.functional.softplus(gan["d"](fake.detach())).mean()
+
+
+def test_first_d_then_g_with_the_updated_d_equals_the_loop_by_hand() -> None:
+    by_hand, optimizers = _build_gan()
+    for i in range(20):
+        real, noise = _real_and_noise(i)
+        fake = by_hand["g"](noise)
+        optimizers["d"].zero_grad()
+        _loss_of_d(by_hand, real, fake).backward()
+        optimizers["d"].step()
+        optimizers["g"].zero_grad()
+        nn.functional.softplus(-by_hand["d"](fake)).mean().backward()
+        optimizers["g"].step()
+
+    gan, optimizers = _build_gan()
+    stepper = halfstep.Stepper(gan, optimizers=optimizers, precision="fp32")
+    for i in range(20):
+        _step_d_then_g(stepper, gan, *_real_and_noise(i))
+    assert all(torch.equal(a, b) for a, b in zip(by_hand.state_dict().values(), gan.state_dict().values(), strict=True))
+
+
+def _step_d_then_g(stepper: halfstep.Stepper, gan: Any, real: Tensor, noise: Tensor) -> list[str | None]:
+    with stepper.forward(only="d"):
+        fake = gan["g"](noise)
+        loss = _loss_of_d(gan, real, fake)
+    stepper.backward(loss)
+    of_d = stepper.apply()
+    with stepper.forward(only="g"):
+        loss = nn.functional.softplus(-gan["d"](fake)).mean()
+    stepper.backward(loss)
+    return [of_d.reason, stepper.apply().reason]
+
+
+def test_a_skipped_step_of_d_restores_both_networks_and_g_is_updated_with_the_old_d() -> None:
+    gan, optimizers = _build_gan()
+    stepper = halfstep.Stepper(gan, optimizers=optimizers, precision="fp32")
+    _step_d_then_g(stepper, gan, *_real_and_noise(0))
+    before = {name: tensor.clone() for name, tensor in gan.state_dict().items()}
+    real, noise = _real_and_noise(1)
+    assert _step_d_then_g(stepper, gan, real * torch.nan, noise) == ["loss_not_finite", None]
+    after = gan.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before if name.startswith(("d.0", "d.2")))
+    assert torch.equal(after["g.1.running_mean"], before["g.1.running_mean"])
+    assert not torch.equal(after["g.0.weight"], before["g.0.weight"])
+    assert all(bool(tensor.isfinite().all()) for tensor in after.values())

@@ -26,7 +26,7 @@ from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, split_loss_and_aux
 from halfstep.step.objective import LocalFlags, Objective, RankVotes, build_step_report, find_refusing_guard
 from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
-from halfstep.step.report import BUFFER_NOT_FINITE, GUARD, StepReport
+from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_NOT_FINITE, GUARD, LOSS_NOT_FINITE, StepReport
 from halfstep.step.start_check import NOT_FINITE, check_start
 from halfstep.step.step_inputs import StepInputs, TensorNames, find_batch_storages, list_batch_versions
 from halfstep.step.stepper_base import StepperBase
@@ -289,6 +289,7 @@ class Stepper(StepperBase):
             return None
         report = self._judge(agreed, aux)
         self._report_writes(report)
+        self._report_bad_update(report)
         if self._divided.is_suspicious:
             self._emit(self._divided.find(self._find_division()))
         self._decide(report)
@@ -312,6 +313,14 @@ class Stepper(StepperBase):
         if not self._batch_written and (written := self._rollback.batch_written or self.attempt.written_tensors()):
             self._batch_written = True
             self._emit([checks.build_batch_written_finding(written)])
+
+    def _report_bad_update(self, report: StepReport) -> None:
+        """Report weights that are not finite, at the second skip in a row: one skip alone costs no read for it."""
+        second = self.counts.skipped_in_a_row == 1
+        if second and report.reason in (LOSS_NOT_FINITE, GRADIENT_NOT_FINITE) and not self.handles_non_finite:
+            from halfstep.step.bad_update import find_bad_update  # loaded where steps fail
+
+            self._emit(find_bad_update(self.model, list(self._slots.values()), self.counts.applied))
 
     def _agree(self, mine: RankVotes) -> RankVotes:
         """Reach one decision with all ranks; raise RankFailed if one of them gave up the window."""

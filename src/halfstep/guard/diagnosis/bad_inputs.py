@@ -386,21 +386,3 @@ def describe_optimizer_evidence(
                 elif key.endswith("_sq") and bool((extract_local_tensor(value) < 0).any()):
                     found.append(f"the optimizer's {key} of it is negative")
     return tuple(found)
-
-
-def describe_update_fault(parameter: Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Return what in an optimizer's state makes an update of the non-finite elements non-finite; empty if nothing."""
-    bad = ~extract_local_tensor(parameter).isfinite()
-    for optimizer in optimizers:
-        group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
-        if group is None or not bool(bad.any()):
-            continue
-        for key, value in optimizer.state.get(parameter, {}).items():
-            own = extract_local_tensor(value) if isinstance(value, Tensor) else None
-            if own is None or own.shape != bad.shape or not own.is_floating_point():
-                continue
-            if not bool(own[bad].isfinite().all()):
-                return f"{type(optimizer).__name__}'s {key} is not finite there"
-            if key.endswith(("_sq", "square_avg")) and group.get("eps") == 0 and bool((own[bad] == 0).all()):
-                return f"{type(optimizer).__name__} divides by the root of {key}, which is 0 there, with eps=0"
-    return ""
