@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from halfstep import distributed
-from halfstep.data.dataset import BadSample, Sample, Source, WrappedSource, list_sample_files, read_without_image
+from halfstep.data.dataset import BadSample, Sample, Source, WrappedSource
 from halfstep.data.fingerprint import fingerprint
 from halfstep.errors import BadData, NotBegun, StorageFailed
 from halfstep.files import find_cache_folder, write_json
@@ -72,7 +72,7 @@ def _compute_image_digest(encoding: MomentEncoder, source: Source) -> str:
 def _compute_times_digest(source: Source) -> str:
     digest = hashlib.sha256()
     for name, path in sorted(
-        {(name, os.fspath(path)) for i in range(len(source)) for name, path in list_sample_files(source, i)}
+        {(name, os.fspath(path)) for i in range(len(source)) for name, path in source.files_of(i)}
     ):
         try:
             # File names need not be valid UTF-8; the length prefix keeps two lists of names from the same hash.
@@ -402,8 +402,8 @@ class LatentSource(WrappedSource):
         if moments is None:
             self.source.read(index)  # raises the precise error
             raise BadSample(self.name(index), "it has no latents: it could not be read when they were encoded")
-        return {**read_without_image(self.source, index), "moments": moments}
+        return {**self.source.without_image(index), "moments": moments}
 
     def without_image(self, index: int) -> Sample:
         """Return a sample without decoding its image."""
-        return read_without_image(self.source, index)
+        return self.source.without_image(index)
