@@ -11,7 +11,7 @@ import torch
 
 from halfstep.data import shards as shards_module
 from halfstep.data import store_shards
-from halfstep.data.sealed_pages import PAGE, DamagedPages, read_sealed, seal_pages
+from halfstep.data.sealed_pages import PAGE, DamagedPages, SealedPages, seal_pages
 from halfstep.data.store_shards import StoreShards
 from tests.store.conftest import InStore
 from tests.store.test_samples import uploaded
@@ -51,20 +51,26 @@ def test_sealed_pages_find_each_flipped_bit() -> None:
     content = os.urandom(2 * PAGE + 77)
     sealed = seal_pages(content, "name")
     handle = os.memfd_create("sealed")
+
+    def read(at: int, count: int, key: str = "name") -> bytes:
+        pages = SealedPages(lambda at, size: os.pread(handle, size, at), len(sealed), key)
+        assert pages.size == len(content)
+        return pages.read(at, count)
+
     try:
         for at in (0, PAGE - 1, PAGE, 2 * PAGE + 76):
             os.pwrite(handle, sealed, 0)
             for start, count in ((0, 10), (PAGE - 5, 10), (at, 1), (0, len(content))):
-                assert read_sealed(handle, len(content), "name", start, count) == content[start : start + count]
+                assert read(start, count) == content[start : start + count]
             with pytest.raises(DamagedPages):
-                read_sealed(handle, len(content), "other", 0, 1)
+                read(0, 1, "other")
             os.pwrite(handle, bytes([sealed[at] ^ 4]), at)
             with pytest.raises(DamagedPages):
-                read_sealed(handle, len(content), "name", at, 1)
+                read(at, 1)
         for at in range(len(content), len(sealed)):
             os.pwrite(handle, sealed, 0)
             os.pwrite(handle, bytes([sealed[at] ^ 4]), at)
             with pytest.raises(DamagedPages):
-                read_sealed(handle, len(content), "name", 0, 1)
+                read(0, 1)
     finally:
         os.close(handle)

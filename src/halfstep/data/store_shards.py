@@ -9,6 +9,7 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from halfstep.data.dataset import BadSample, Sample, Subset
 from halfstep.data.image_files import MOST_BYTES
 from halfstep.data.layout import Rule
 from halfstep.data.node_share import ask_once_per_node
-from halfstep.data.sealed_pages import DamagedPages, read_sealed
+from halfstep.data.sealed_pages import DamagedPages, SealedPages
 from halfstep.data.shard_bytes import Part, merge_near_parts
 from halfstep.data.shard_index import SampleRow, open_index
 from halfstep.data.shard_rows import ShardRows
@@ -218,7 +219,8 @@ class StoreShards(Shards):
                 if (handle := self.cache.open(name)) is None:
                     continue
                 try:
-                    content = read_sealed(handle, chunk.size, name, part[0] - chunk.start, part[1])
+                    sealed = SealedPages(partial(_read_at, handle), os.fstat(handle).st_size, name)
+                    content = sealed.read(part[0] - chunk.start, part[1])
                     doubts += [OTHER_BYTES] * name.endswith(UNSURE)
                     return content
                 except (DamagedPages, OSError):  # the disk has other bytes, or cannot read them
@@ -261,6 +263,10 @@ class StoreShards(Shards):
     def where(self, shard: int) -> str:
         """Return the address of a shard."""
         return f"{self.address}/{self.index.names[shard]}"
+
+
+def _read_at(handle: int, at: int, size: int) -> bytes:
+    return os.pread(handle, size, at)
 
 
 def _is_within_range(part: Part, start: int, size: int) -> bool:
