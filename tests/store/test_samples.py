@@ -113,7 +113,7 @@ def test_the_command_builds_the_index_by_ranges_and_prints_the_cost_first(
     assert in_store.proxy.requests(GET, ".tar") == SHARDS, "the number that was printed"
     assert json.loads(out)["seal"] == Shards(local).index.seal
     source = StoreShards(address)
-    assert source.seal.shards.index.seal == json.loads(out)["seal"]
+    assert source.index.seal == json.loads(out)["seal"]
     # A copy of the set has other times; a shard of other samples and the same size makes the index an old one.
     time.sleep(1.1)  # times in a store have seconds
     in_store("put_path", key="s-01.tar", path=str(local / "s-01.tar"))
