@@ -144,7 +144,8 @@ def measure(place: Path, samples: int) -> dict[str, float | int]:
 def write_large(folder: Path, samples: int) -> None:
     """Write some real shards, sparse files for the others, and an index of all."""
     from halfstep.data.shard_index import pack_shard_rows, write_packed_shards
-    from halfstep.data.shard_scan import ShardRows, scan_shard
+    from halfstep.data.shard_rows import ShardRows
+    from halfstep.data.shard_scan import scan_shard
 
     shards = samples // PER_SHARD
     write_set(folder, REAL * PER_SHARD, REAL)

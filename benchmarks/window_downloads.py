@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from halfstep.data.choose_order import FEW_DOWNLOADS, choose_order, measure_nodes
-from halfstep.data.dataset import Seal
 from halfstep.data.order import WindowOrder
+from halfstep.data.shards import Shards
 
 RESULT = Path(__file__).with_suffix(".json")
 CHUNK, CHUNK_BYTES, RANKS = 80, 8 * 2**20, 8
@@ -33,7 +33,7 @@ CASES = [
 """Nodes and samples per step."""
 
 
-class Stored:
+class Stored(Shards):
     """A set in a store, without its bytes."""
 
     usual_window, is_local, chunk, bytes_per_sample = "auto", False, CHUNK, CHUNK_BYTES // CHUNK
@@ -43,11 +43,6 @@ class Stored:
 
     def __len__(self) -> int:
         return SAMPLES
-
-    @property
-    def seal(self) -> Seal:
-        """A seal, without which there is no window."""
-        return Seal(self, "")  # type: ignore[arg-type]
 
     def most_open(self, nodes: int, ranks: int) -> int:
         """Return the bytes of a window over all nodes, as `StoreShards` does."""

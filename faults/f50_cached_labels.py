@@ -22,7 +22,8 @@ from halfstep.data import shard_index
 from halfstep.data.dataset import BadSample
 from halfstep.data.file_state import FileState
 from halfstep.data.shard_index import pack_shard_rows
-from halfstep.data.shard_scan import LARGEST_LABEL, ShardRows, scan_shard
+from halfstep.data.shard_rows import LARGEST_LABEL, ShardRows
+from halfstep.data.shard_scan import scan_shard
 from halfstep.data.shards import Shards, build_shard_set
 from halfstep.errors import BadData
 

@@ -27,7 +27,8 @@ from halfstep.data.image_io import read_image
 from halfstep.data.movi import MoviShards
 from halfstep.data.recorded_files import RecordedFiles
 from halfstep.data.shard_index import pack_shard_rows, scan_and_write_index
-from halfstep.data.shard_scan import LARGEST_LABEL, scan_shard
+from halfstep.data.shard_rows import LARGEST_LABEL
+from halfstep.data.shard_scan import scan_shard
 from halfstep.data.shards import Shards, build_shard_set
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps
 from halfstep.errors import BadData

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from faults.bad_images import DAMAGED, picture
-from halfstep.data.dataset import BadSample, read_without_image, split_source
+from halfstep.data.dataset import BadSample, split_source
 from halfstep.data.embeddings import EmbeddingSource
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.folders import ImageFolder, UnlabeledImages
@@ -63,7 +63,7 @@ def test_what_the_source_has_besides_stays(root: Path) -> None:
     (root / NAMES[0]).write_bytes(DAMAGED["cut.png"]())
     with pytest.raises(BadSample):
         source.read(0)
-    assert set(read_without_image(source, 0)) == {"label", "embedding"}
+    assert set(source.without_image(0)) == {"label", "embedding"}
 
 
 def test_a_name_may_have_the_split_before_it(root: Path) -> None:
@@ -128,7 +128,7 @@ def test_one_that_is_not_finite_is_a_bad_sample(root: Path, value: float) -> Non
     with pytest.raises(BadSample, match=r"cat/b\.png: its embedding in .* is not finite"):
         source.read(1)
     with pytest.raises(BadSample, match="not finite"):
-        read_without_image(source, 1)
+        source.without_image(1)
     assert source.read(0)["embedding"].isfinite().all()
 
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from faults.bad_images import DAMAGED, picture
-from halfstep.data.dataset import BadSample, Subset, list_sample_files, read_without_image
+from halfstep.data.dataset import BadSample, Subset
 from halfstep.data.fingerprint import fingerprint
 from halfstep.data.folders import ImagePairs, UnlabeledImages, resolve_pair_folders
 from halfstep.errors import BadData, Unsafe
@@ -45,8 +45,8 @@ def test_each_image_comes_with_its_condition(root: Path) -> None:
         assert np.array_equal(sample["image"].permute(1, 2, 0), np.array(picture(image, 64).resize((8, 6))))
         gray = np.array(picture(condition, 64).resize((8, 6)).convert("L"))
         assert np.array_equal(sample["condition"][0], gray)
-        assert torch.equal(read_without_image(source, n)["condition"], sample["condition"])
-        assert set(read_without_image(source, n)) == {"condition"}
+        assert torch.equal(source.without_image(n)["condition"], sample["condition"])
+        assert set(source.without_image(n)) == {"condition"}
 
 
 def test_both_keep_their_own_depth(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_the_image_is_not_decoded_for_its_condition_alone(root: Path) -> None:
     some = Subset(pairs(root), [2, 0])
     with pytest.raises(BadSample, match=r"a\.png"):
         some.read(1)
-    assert torch.equal(read_without_image(some, 1)["condition"], read_without_image(pairs(root), 0)["condition"])
+    assert torch.equal(some.without_image(1)["condition"], pairs(root).without_image(0)["condition"])
 
 
 @pytest.mark.wording
@@ -137,7 +137,7 @@ def test_links_that_leave_the_folder_are_refused(root: Path, tmp_path_factory: p
 
 def test_a_changed_condition_is_noticed(root: Path) -> None:
     source = pairs(root)
-    assert [key for key, _ in list_sample_files(source, 0)] == ["images/a.png", "conditions/a.tif"]
+    assert [key for key, _ in source.files_of(0)] == ["images/a.png", "conditions/a.tif"]
     before = fingerprint(source)
     put(root / "conditions" / "b.tif", (8, 6), 99)
     assert fingerprint(pairs(root)) != before
@@ -149,7 +149,7 @@ def test_images_alone_are_all_that_lie_below_a_folder(root: Path) -> None:
     assert [source.key(n) for n in range(len(source))] == ["a.png", "area/c.png", "b.png"]
     assert set(source.read(1)) == {"image"}
     assert source.read(1)["image"].shape == (1, 6, 8)
-    assert read_without_image(source, 1) == {}
+    assert source.without_image(1) == {}
     (root / "nothing").mkdir()
     with pytest.raises(BadData, match="nothing contains no image"):
         UnlabeledImages(root / "nothing")

@@ -64,11 +64,12 @@ def test_masks_come_with_their_images(tmp_path: Path) -> None:
 
 
 def test_a_share_and_its_order(tmp_path: Path) -> None:
-    train, _ = split_source(open_shards(write(tmp_path / "a.parquet", 2000, groups=50)), 0.1)
+    shards = open_shards(write(tmp_path / "a.parquet", 2000, groups=50))
+    train, _ = split_source(shards, 0.1)
     order = choose_order(train, None, 8)
     assert (order.name, order.chunk) == ("windows", 50), "a row group is read whole"
     assert choose_order(train, "all", 8).name == "randperm"
-    facts = measure_order(order, train, train.seal.shards, 8)  # type: ignore[union-attr]
+    facts = measure_order(order, train, shards, 8)
     assert 1.0 < facts.read_ratio < 4.0
     assert "chunks of 50 samples" in str(facts)
 

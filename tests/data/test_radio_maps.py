@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.data.dataset import read_without_image
 from halfstep.data.synthetic.radio_maps import (
     EXPONENT,
     LOST_IN_SHADOW,
@@ -31,8 +30,8 @@ def test_a_sample_is_a_function_of_seed_and_index() -> None:
         assert torch.equal(first.read(5)[part], again.read(5)[part])
         assert not torch.equal(first.read(5)[part], other.read(5)[part])
         assert not torch.equal(first.read(5)[part], first.read(6)[part])
-    assert torch.equal(read_without_image(first, 5)["condition"], first.read(5)["condition"])
-    assert set(read_without_image(first, 5)) == {"condition"}
+    assert torch.equal(first.without_image(5)["condition"], first.read(5)["condition"])
+    assert set(first.without_image(5)) == {"condition"}
     assert len({first.name(n) for n in range(9)} | {other.name(n) for n in range(9)}) == 18
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.data.dataset import BadSample, Sample
+from halfstep.data.dataset import BadSample, Sample, Source
 from halfstep.errors import HalfstepError
 from halfstep.tasks.latent_cache.cache import PER_CHUNK, CachedLatents, load_or_encode_latents
 from halfstep.tasks.latent_cache.encoding import MomentEncoder, measure_latent_scale
@@ -20,7 +20,7 @@ from halfstep.tasks.latent_cache.encoding import MomentEncoder, measure_latent_s
 PARTS = {"autoencoder": "a" * 64, "format": "bf16", "size": "4", "channels": "1"}
 
 
-class Pictures:
+class Pictures(Source):
     """Small gray images by number, of which some cannot be read."""
 
     def __init__(self, samples: int, unreadable: tuple[int, ...] = (), word: str = "picture") -> None:

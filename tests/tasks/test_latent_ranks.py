@@ -98,7 +98,7 @@ def test_where_one_process_is_asked_to_stop_both_do(on_ranks: Ranks, tmp_path: P
 
 def test_a_file_that_is_cut_off_on_one_machine_is_encoded_there(on_ranks: Ranks, tmp_path: Path) -> None:
     places = [str(tmp_path / "one"), str(tmp_path / "other")]
-    other = Path(on_ranks(kept_on, places, encode, True)[1]["folder"]) / "000001.safetensors"
+    other = Path(on_ranks(kept_on, places, encode, True)[1]["folder"]) / "000001.latents"
     other.write_bytes(other.read_bytes()[:-40])
     again = on_ranks(kept_on, places, encode, True)
     assert [one.get("error") for one in again] == [None, None]

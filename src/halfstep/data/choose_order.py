@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from halfstep.data.dataset import Source, find_seal, resolve_index_number
+from halfstep.data.dataset import Source
 from halfstep.data.order import FEW, RANDPERM, WELL_MIXED, SavedOrder, WindowOrder, choose_usual_lanes
-from halfstep.data.shards import Shards
+from halfstep.data.shards import Shards, find_shards
 from halfstep.errors import BadRecipe
 from halfstep.numbers import format_bytes, format_counted_noun
 
@@ -24,8 +24,7 @@ _CHUNKS, _SAMPLES = 64, 1024
 
 def choose_order(source: Source, window: Window, batch: int, nodes: int = 1, ranks: int = 1) -> SavedOrder:
     """Return the order of a new run, with `batch` samples per step; raise BadRecipe for a window without an index."""
-    seal = find_seal(source)
-    if seal is None:
+    if (shards := find_shards(source)) is None:
         if window not in (None, "all"):
             raise BadRecipe(
                 f"data.window={window} for data without an index",
@@ -33,7 +32,6 @@ def choose_order(source: Source, window: Window, batch: int, nodes: int = 1, ran
                 do="omit data.window: the whole set is shuffled",
             )
         return RANDPERM
-    shards = seal.shards
     window = window or shards.usual_window
     if window == "all":
         if not shards.is_local and shards.bytes_per_sample * len(shards) > 2 * shards.most_open(1, ranks):
@@ -175,7 +173,7 @@ def measure_nodes(order: SavedOrder, source: Source, shards: Shards, batch: int,
 def _measure_read_ratio(source: Source, shards: Shards, chunks: list[range]) -> float:
     read = used = 0
     for chunk in chunks:
-        numbers = [resolve_index_number(source, number) for number in chunk]
+        numbers = [source.index_in_base(number) for number in chunk]
         read += sum(part for parts in shards.parts_of(numbers).values() for _, part in parts)
         used += sum(shards.bytes_of(number) for number in numbers)
     return read / max(1, used)

@@ -11,26 +11,24 @@ same number of samples per step, a step has the same samples on one device and o
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from halfstep.data.layout import FEW, Rule, compute_split_positions, select_validation_by_position
+from halfstep.data.layout import Rule, compute_split_positions, select_validation_by_position
 from halfstep.errors import BadData, HalfstepError
 from halfstep.errors import BadSample as BadSample
 from halfstep.numbers import format_counted_noun
 from halfstep.random_state import preserve_host_random_state
-
-if TYPE_CHECKING:
-    from halfstep.data.shards import Shards
 
 Sample = dict[str, Tensor]
 """Tensors by name: `image` and, depending on the task, `mask` or `label`."""
@@ -40,90 +38,112 @@ Collate = Callable[[list[Sample]], Sample]
 """Collates samples; draws from torch's default generator, which is seeded for each batch."""
 
 
-class Source(Protocol):
-    """Samples by number. Safe to use from several processes at once.
-
-    A source may also have `key(index)`, a name that stays when the whole set is moved, and `keys_of(numbers)`, the same
-    for several samples; `files_of(index)`, so that a resumed run notices changed contents (samples may share a file;
-    all have some, or none has), and `every_file()`, each of these files once; `without_image(index)`; and
-    `prefetch(numbers)`, which reads the files of the next samples and yields the place of each before. One that notices
-    by itself where a file changes under a run, or that reads no file after its start, has `notices_changes = True`.
-    """
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> Sample:
-        """Return the sample; raise BadSample if it cannot be read."""
-        ...
-
-    def name(self, index: int) -> str:
-        """Return the name for display: a path, or a member of a shard."""
-        ...
-
-
 Files = Iterable[tuple[str, str | Path]]
 """Files with names that do not change when the whole set is moved."""
 
 
-def list_sample_files(source: Source, index: int) -> Files:
-    """Return the files of a sample; none if the source does not name them."""
-    # isinstance with a protocol takes 20 µs, and there may be a million samples.
-    say: Callable[[int], Files] | None = getattr(source, "files_of", None)
-    return say(index) if say else ()
+class Source(ABC):
+    """Samples by number. Safe to use from several processes at once.
+
+    A kind of data defines `__len__`, `read` and `name`; the other methods have defaults.
+    """
+
+    notices_changes: bool = False
+    """Whether it notices files that change under a run by itself, or reads no file after its start."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, index: int) -> Sample:
+        """Return the sample; raise BadSample if it cannot be read."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return the name for display: a path, or a member of a shard."""
+
+    def without_image(self, index: int) -> Sample:
+        """Return the sample without its image, which is decoded only where there is no other way."""
+        return {name: part for name, part in self.read(index).items() if name != "image"}
+
+    def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Read the bytes of the next samples before `read` decodes them; yield the place of each before."""
+        return iter(())
+
+    def key(self, index: int) -> str:
+        """Return the name that does not change when the whole set is moved."""
+        return self.name(index)
+
+    def keys_of(self, numbers: Sequence[int]) -> list[str]:
+        """Return the keys of several samples."""
+        return [self.key(number) for number in numbers]
+
+    def files_of(self, index: int) -> Files:
+        """Return the files of a sample, whose contents a resumed run compares; all samples have some, or none has."""
+        return ()
+
+    @property
+    def has_files(self) -> bool:
+        """Whether the samples have files."""
+        return len(self) > 0 and any(True for _ in self.files_of(0))
+
+    def every_file(self) -> Files:
+        """Return the files of all samples, repeated where samples share them."""
+        # There may be a billion samples that are drawn.
+        numbers = range(len(self)) if self.has_files else ()
+        return (file for number in numbers for file in self.files_of(number))
+
+    @property
+    def chosen(self) -> str | None:
+        """Digits for which samples of an index these are, and in which order; empty for all, None without an index."""
+        return None
+
+    @property
+    def base(self) -> Source:
+        """The source that the samples are read from."""
+        return self
+
+    def index_in_base(self, index: int) -> int:
+        """Return the number that a sample has in `base`."""
+        return index
+
+    def divide(self, fraction: float, rule: Rule) -> tuple[Subset, Subset]:
+        """Return the samples for training, and those for validation by `rule`."""
+        places = self.split_positions(fraction)
+        chosen = rule(places, fraction)
+        train, val = [number for number in range(len(places)) if number not in chosen], sorted(chosen)
+        return Subset(self, train), Subset(self, val)
+
+    def split_positions(self, fraction: float) -> list[float]:
+        """Return the position of each sample, by which a share is chosen; exact where it may decide."""
+        return compute_split_positions(self.keys_of(range(len(self))))
 
 
-def every_file(source: Source) -> Files:
-    """Return the files of all samples, repeated where samples share them; a source may list each once itself."""
-    say: Callable[[], Files] | None = getattr(source, "every_file", None)
-    if say is not None:
-        return say()
-    # There may be a billion samples that are drawn.
-    numbers = range(len(source)) if has_sample_files(source) else ()
-    return (file for number in numbers for file in list_sample_files(source, number))
+class OwnSource(Source):
+    """A source of another class, such as that of a task of one's own: its methods, and the defaults for the others."""
+
+    OPTIONAL = ("key", "keys_of", "files_of", "every_file", "without_image", "prefetch", "notices_changes")
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        vars(self).update((name, getattr(own, name)) for name in self.OPTIONAL if hasattr(own, name))
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def read(self, index: int) -> Sample:
+        """Return the sample."""
+        sample: Sample = self.own.read(index)
+        return sample
+
+    def name(self, index: int) -> str:
+        """Return the name for display."""
+        return str(self.own.name(index))
 
 
-def has_sample_files(source: Source) -> bool:
-    """Return whether a source names the files of its samples; it does so for all of them, or for none."""
-    return len(source) > 0 and any(True for _ in list_sample_files(source, 0))
-
-
-def can_detect_changes(source: object) -> bool:
-    """Return whether a source needs no record of its files, by which their changes would be noticed."""
-    return bool(getattr(source, "notices_changes", False))
-
-
-class Seal(NamedTuple):
-    """The seal of a source that has an index."""
-
-    shards: Shards
-    """The indexed samples that the source reads."""
-    chosen: str
-    """Digits that stand for which of them, and in which order; empty for all."""
-
-
-def find_seal(source: Source) -> Seal | None:
-    """Return the seal of a source; None if it has no index."""
-    seal: Seal | None = getattr(source, "seal", None)
-    return seal
-
-
-def resolve_index_number(source: Source, index: int) -> int:
-    """Return the number that a sample of a source with an index has in it."""
-    while isinstance(source, WrappedSource):
-        index, source = source.index_in_source(index), source.source
-    return index
-
-
-def read_without_image(source: Source, index: int) -> Sample:
-    """Return a sample without its image, which is decoded only where the source has no other way."""
-    rest: Callable[[int], Sample] | None = getattr(source, "without_image", None)
-    return rest(index) if rest else {name: part for name, part in source.read(index).items() if name != "image"}
-
-
-def prefetch_samples(source: Source, numbers: Sequence[int]) -> Iterator[int]:
-    """Read the bytes of samples before `read` decodes them, where a source can; yield the place of each before."""
-    read: Callable[[Sequence[int]], Iterator[int]] | None = getattr(source, "prefetch", None)
-    return read(numbers) if read else iter(())
+def complete_source(found: Any) -> Source:
+    """Return a source with all methods: itself, or for an object that has some of them one that adds the others."""
+    return found if isinstance(found, Source) else OwnSource(found)
 
 
 class ReplacedSample(NamedTuple):
@@ -146,11 +166,12 @@ class Batch(NamedTuple):
     """Samples that were non-finite before mixing."""
 
 
-class WrappedSource:
+class WrappedSource(Source):
     """A base of sources that read from another one: a sample keeps its name, key and files."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
+        self.source = complete_source(source)
+        self.notices_changes = self.source.notices_changes
 
     def __len__(self) -> int:
         return len(self.source)
@@ -159,27 +180,35 @@ class WrappedSource:
         """Return the number that a sample has in the underlying source."""
         return index
 
+    def read(self, index: int) -> Sample:
+        """Read a sample; raise BadSample if it cannot be read."""
+        return self.source.read(self.index_in_source(index))
+
     def name(self, index: int) -> str:
         """Return the name for display."""
         return self.source.name(self.index_in_source(index))
 
     def key(self, index: int) -> str:
         """Return the name that does not depend on where the set is."""
-        return resolve_sample_key(self.source, self.index_in_source(index))
+        return self.source.key(self.index_in_source(index))
 
     def files_of(self, index: int) -> Files:
         """Return the files of the sample: the data's fingerprint does not depend on the wrapper."""
-        return list_sample_files(self.source, self.index_in_source(index))
+        return self.source.files_of(self.index_in_source(index))
 
     @property
-    def seal(self) -> Seal | None:
-        """The seal of the underlying source."""
-        return find_seal(self.source)
+    def chosen(self) -> str | None:
+        """Which samples of an index these are."""
+        return self.source.chosen
 
     @property
-    def notices_changes(self) -> bool:
-        """Whether the underlying source notices files that change under a run."""
-        return can_detect_changes(self.source)
+    def base(self) -> Source:
+        """The source at the bottom."""
+        return self.source.base
+
+    def index_in_base(self, index: int) -> int:
+        """Return the number that a sample has in `base`."""
+        return self.source.index_in_base(self.index_in_source(index))
 
 
 class Subset(WrappedSource):
@@ -187,39 +216,36 @@ class Subset(WrappedSource):
 
     def __init__(self, source: Source, numbers: Sequence[int]) -> None:
         super().__init__(source)
-        # The share of an index is no list, and has a digest.
-        self.numbers = numbers if hasattr(type(numbers), "digest") else list(numbers)
+        self.numbers = numbers
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     @property
-    def seal(self) -> Seal | None:
-        """The seal of the underlying source, and which of its samples these are."""
-        if (seal := find_seal(self.source)) is None:
-            return None
-        own = getattr(self.numbers, "digest", None) or f"{derive_seed(0, *self.numbers):016x}"
-        return seal._replace(chosen=f"{seal.chosen}/{own}")
+    def digest(self) -> str:
+        """Digits that stand for the numbers."""
+        return f"{derive_seed(0, *self.numbers):016x}"
+
+    @property
+    def chosen(self) -> str | None:
+        """Which samples of an index these are."""
+        return None if (chosen := self.source.chosen) is None else f"{chosen}/{self.digest}"
 
     def index_in_source(self, index: int) -> int:
         """Return the number that a sample has in the underlying source."""
         return self.numbers[index]
 
-    def read(self, index: int) -> Sample:
-        """Read a sample; raise BadSample if it cannot be read."""
-        return self.source.read(self.numbers[index])
-
     def keys_of(self, numbers: Sequence[int]) -> list[str]:
         """Return the keys of samples."""
-        return resolve_sample_keys(self.source, [self.numbers[number] for number in numbers])
+        return self.source.keys_of([self.numbers[number] for number in numbers])
 
     def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read the bytes of samples."""
-        return prefetch_samples(self.source, [self.numbers[number] for number in numbers])
+        return self.source.prefetch([self.numbers[number] for number in numbers])
 
     def without_image(self, index: int) -> Sample:
         """Return the sample without its image."""
-        return read_without_image(self.source, self.numbers[index])
+        return self.source.without_image(self.numbers[index])
 
 
 def split_source(source: Source, fraction: float, rule: Rule = select_validation_by_position) -> tuple[Subset, Subset]:
@@ -233,34 +259,7 @@ def split_source(source: Source, fraction: float, rule: Rule = select_validation
             allowed="at least 2 samples, and a fraction between 0 and 1",
             do="add samples, or give data.val a folder",
         )
-    # Both rules are the same for many samples, and an index has their positions.
-    divided: Callable[[float], tuple[Sequence[int], Sequence[int]]] | None = getattr(source, "divided", None)
-    if divided is not None and len(source) >= FEW:
-        own, held_out = divided(fraction)
-        return Subset(source, own), Subset(source, held_out)
-    own_places: Callable[[float], list[float]] | None = getattr(source, "places_for_split", None)
-    places = (
-        own_places(fraction) if own_places else compute_split_positions(resolve_sample_keys(source, range(len(source))))
-    )
-    chosen = rule(places, fraction)
-    train, val = [i for i in range(len(places)) if i not in chosen], sorted(chosen)
-    return Subset(source, train), Subset(source, val)
-
-
-def resolve_sample_key(source: Source, index: int) -> str:
-    """Return the name of a sample that does not change when the set is moved; its display name if there is none."""
-    # isinstance with a protocol takes 20 µs, and there may be a million samples.
-    key: Callable[[int], str] = getattr(source, "key", source.name)
-    return key(index)
-
-
-def resolve_sample_keys(source: Source, numbers: Sequence[int]) -> list[str]:
-    """Return the same names of several samples."""
-    say: Callable[[Sequence[int]], list[str]] | None = getattr(source, "keys_of", None)
-    if say is not None:
-        return say(numbers)
-    key: Callable[[int], str] = getattr(source, "key", source.name)
-    return [key(number) for number in numbers]
+    return complete_source(source).divide(fraction, rule)
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
@@ -457,7 +456,7 @@ class KeyedDataset(Dataset[ReadSample]):
         try:
             with preserve_host_random_state():
                 numbers = [number for _, number in keys if number not in self.too_slow]
-                for place in prefetch_samples(self.source, numbers):
+                for place in self.source.prefetch(numbers):
                     if self.begin is not None:
                         self.begin(numbers[place])
                 for key in keys:
@@ -479,7 +478,7 @@ class Samples(KeyedDataset):
 
     def __init__(self, source: Source, transform: Transform, seed: int, quarantined: Iterable[int] = ()) -> None:
         super().__init__()
-        self.source, self.transform, self.seed = source, transform, seed
+        self.source, self.transform, self.seed = complete_source(source), transform, seed
         self.quarantined = set(quarantined)
 
     def __len__(self) -> int:
@@ -520,7 +519,7 @@ class ValSamples(KeyedDataset):
 
     def __init__(self, source: Source, transform: Transform, seed: int) -> None:
         super().__init__()
-        self.source, self.transform, self.seed = source, transform, seed
+        self.source, self.transform, self.seed = complete_source(source), transform, seed
 
     def __len__(self) -> int:
         return len(self.source)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.checkpoint.reading import load_tensors
 from halfstep.checkpoint.sealed import MOST_TENSORS
-from halfstep.data.dataset import BadSample, Files, Sample, Source, WrappedSource, read_without_image
+from halfstep.data.dataset import BadSample, Files, Sample, Source, WrappedSource
 from halfstep.data.folders import format_name_examples
 from halfstep.errors import BadData, format_error_line
 from halfstep.numbers import format_shape
@@ -47,15 +47,15 @@ class EmbeddingSource(WrappedSource):
 
     def without_image(self, index: int) -> Sample:
         """Return the sample without its image."""
-        return {**read_without_image(self.source, index), "embedding": self._embedding(index)}
+        return {**self.source.without_image(index), "embedding": self._embedding(index)}
 
     def files_of(self, index: int) -> Files:
         """Return the files of the sample, and the file of embeddings."""
         return [*super().files_of(index), (f"embeddings/{self.file.name}", self.file)]
 
     @property
-    def seal(self) -> None:
-        """No seal: that of the images does not stand for the embeddings."""
+    def chosen(self) -> None:
+        """None: the index of the images does not stand for the embeddings."""
         return None
 
     def _embedding(self, index: int) -> Tensor:

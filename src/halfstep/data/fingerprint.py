@@ -18,8 +18,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 
-from halfstep.data.dataset import Seal, Source, every_file, find_seal, resolve_sample_keys
+from halfstep.data.dataset import Source, complete_source
 from halfstep.data.file_state import compute_block_digest, list_block_offsets
+from halfstep.data.shard_check import describe_sample_changes
+from halfstep.data.shard_index import ShardIndex, find_index_by_seal
+from halfstep.data.shards import find_shards
 from halfstep.errors import StateMismatch
 from halfstep.numbers import format_counted_noun
 
@@ -149,30 +152,29 @@ def fingerprint(*sources: Source) -> Fingerprint:
     Reads up to 1 GiB of each source without an index; a shared file is read once.
     """
     contents: dict[tuple[str, bool], str] = {}
-    seals = [find_seal(source) for source in sources]
-    parts = (
-        _fingerprint_index(s, len(o)) if s else _fingerprint_source(o, contents)
-        for s, o in zip(seals, sources, strict=True)
-    )
-    return Fingerprint(tuple(parts), sources)
+    return Fingerprint(tuple(_fingerprint_source(complete_source(one), contents) for one in sources), sources)
 
 
 def compute_file_fingerprint(*sources: Source) -> Fingerprint:
     """Return the fingerprint without the seals of indexes, as checkpoints of earlier versions have it."""
     contents: dict[tuple[str, bool], str] = {}
-    return Fingerprint(tuple(_fingerprint_source(source, contents) for source in sources), sources)
+    return Fingerprint(tuple(_fingerprint_files(source, contents) for source in sources), sources)
 
 
-def _fingerprint_index(seal: Seal, samples: int) -> SourcePrint:
-    index = seal.shards.index
+def _fingerprint_source(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePrint:
+    shards = find_shards(source)
+    return _fingerprint_files(source, contents) if shards is None else _fingerprint_index(source, shards.index)
+
+
+def _fingerprint_index(source: Source, index: ShardIndex) -> SourcePrint:
     sizes = index.table["bytes"].tolist()
     rows = None
     if len(sizes) <= MOST_ROWS and sum(map(len, index.names)) <= MOST_ROW_TEXT // 2:
         contents = (index.content(shard)[:16] for shard in range(len(sizes)))
         rows = tuple(map(FilePrint, index.names, sizes, contents))
     return SourcePrint(
-        samples=samples,
-        order=_compute_text_digest([seal.chosen]),
+        samples=len(source),
+        order=_compute_text_digest([source.chosen or ""]),
         of="shard",
         count=len(sizes),
         size=sum(sizes),
@@ -183,11 +185,11 @@ def _fingerprint_index(seal: Seal, samples: int) -> SourcePrint:
     )
 
 
-def _fingerprint_source(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePrint:
-    keys = _convert_to_relative(resolve_sample_keys(source, range(min(len(source), MOST_KEYS))))
+def _fingerprint_files(source: Source, contents: dict[tuple[str, bool], str]) -> SourcePrint:
+    keys = _convert_to_relative(source.keys_of(range(min(len(source), MOST_KEYS))))
     order = _compute_text_digest(f"{len(key)}:{key}" for key in keys)
     # A shard is the file of all its samples, and counts once.
-    found = dict.fromkeys((key, os.fspath(path)) for key, path in every_file(source))
+    found = dict.fromkeys((key, os.fspath(path)) for key, path in source.every_file())
     rows = [FilePrint(key, 0, NOT_READ) for key in keys]
     whole = True
     if found:
@@ -308,13 +310,10 @@ def different(saved: Fingerprint, now: Fingerprint, names: Sequence[str] = _NAME
 
 def _describe_changed_samples(saved: SourcePrint, source: Source) -> list[str]:
     """Return which samples changed, where the index that the run began with is still there."""
-    from halfstep.data.shard_check import describe_sample_changes  # here, because shards build on fingerprinted sources
-    from halfstep.data.shard_index import find_index_by_seal
-
-    if (seal := find_seal(source)) is None:
+    if (shards := find_shards(source)) is None:
         return []
-    before = find_index_by_seal(saved.digest, sorted(seal.shards.root.glob("*.index")))
-    return [] if before is None else describe_sample_changes(before, seal.shards)
+    before = find_index_by_seal(saved.digest, sorted(shards.root.glob("*.index")))
+    return [] if before is None else describe_sample_changes(before, shards)
 
 
 def _describe_source_changes(saved: SourcePrint, now: SourcePrint) -> list[str]:

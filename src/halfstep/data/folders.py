@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.data.dataset import Files, Sample
+from halfstep.data.dataset import Files, Sample, Source
 from halfstep.data.image_files import list_folders, list_image_files, require_folder
 from halfstep.data.image_io import MaskClasses, Palette, read_image, read_mask
 from halfstep.errors import BadData
@@ -17,7 +17,7 @@ _LAYOUT = "ROOT/CLASS/IMAGE, with at least one image in each class"
 
 
 class NumberedFiles:
-    """A base of sources whose samples are files below a folder, or folders of them, by number."""
+    """Files below a folder, or folders of them, by number: the samples of a source, or recordings."""
 
     root: Path
     _files: list[str]
@@ -34,7 +34,7 @@ class NumberedFiles:
         return Path(self._files[index]).as_posix()
 
 
-class _ListedImages(NumberedFiles):
+class _ListedImages(NumberedFiles, Source):
     """Image files below a folder, by number."""
 
     channels: int
@@ -102,7 +102,7 @@ class ImageFolder(_ListedImages):
 MASKS_RULE = "the mask of images/a.jpg is masks/a.png or masks/a_mask.png"
 
 
-class PairedFiles(NumberedFiles):
+class PairedFiles(NumberedFiles, Source):
     """A base of sources with two folders: each image, and its `partner`, such as a mask, by name.
 
     `rule` describes the naming; a partner's name may have the suffix `ending`. Raises BadData if a file has none.

@@ -10,28 +10,33 @@ from typing import Any, overload
 
 import numpy as np
 
-from halfstep.data.file_bytes import FileBytes
+from halfstep.data.sealed_pages import DamagedPages, SealedPages, seal_pages
 from halfstep.data.shard_index import PLACE, ShardIndex
 from halfstep.errors import StorageFailed
 from halfstep.files import find_cache_folder, replace_file_unflushed
 
 EVERY = 4096
 """Samples per count."""
-_SEAL = 16
-"""Bytes of the digest at the end of a kept share."""
 Bits = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class ShareBits:
     """A bit for each sample, in a file or in memory; those after the last sample are on neither side."""
 
-    def __init__(self, content: FileBytes | bytes) -> None:
-        self._read = content.read if isinstance(content, FileBytes) else lambda at, size: content[at : at + size]
+    def __init__(self, content: SealedPages | bytes) -> None:
         self._content = content
-        self.size = (content.size if isinstance(content, FileBytes) else len(content)) - _SEAL
+        self.size = content.size if isinstance(content, SealedPages) else len(content)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return ShareBits, (self._content,)
+    def _read(self, at: int, size: int) -> bytes:
+        content = self._content
+        try:
+            return content.read(at, size) if isinstance(content, SealedPages) else content[at : at + size]
+        except DamagedPages:  # compared at the start, and again by a process that has opened it later
+            raise StorageFailed(
+                "the share for validation was changed in the cache",
+                allowed="a cache that stays unchanged during a run",
+                do="start the same command again: a damaged share is made anew",
+            ) from None
 
     def block(self, number: int) -> Bits:
         """Return the bits of a block of `EVERY` samples, a number for each."""
@@ -41,11 +46,6 @@ class ShareBits:
     def packed(self) -> Bits:
         """All of them, eight in a byte."""
         return np.frombuffer(self._read(0, self.size), np.uint8)
-
-    @property
-    def seal(self) -> bytes:
-        """The digest at the end of the file."""
-        return self._read(self.size, _SEAL)
 
 
 class SampleNumbers(Sequence[int]):
@@ -107,11 +107,12 @@ def split_index_samples(
     bits = next((found for path in kept if (found := _read_share_bits(path, index, share)) is not None), None)
     if bits is None:
         chosen = _select_held_out(index, share, exact_place)
-        bits = ShareBits(chosen.tobytes() + _compute_share_seal(index, share, chosen))
+        key = _build_share_key(index, share)
+        bits = ShareBits(chosen.tobytes())
         for path in kept:
             with suppress(OSError):
                 with replace_file_unflushed(path) as draft:
-                    draft.write_bytes(bits.packed.tobytes() + bits.seal)
+                    draft.write_bytes(seal_pages(chosen.tobytes(), key))
                 break
     ones = np.add.reduceat(_ONES[bits.packed], np.arange(0, bits.size, EVERY // 8), dtype=np.int64)
     counts = np.concatenate([[0], np.cumsum(ones)])
@@ -145,14 +146,14 @@ def _select_held_out(index: ShardIndex, share: float, exact_place: Callable[[int
     return bits
 
 
-def _compute_share_seal(index: ShardIndex, share: float, bits: Bits) -> bytes:
-    return blake2b(bits.data, digest_size=_SEAL, key=f"{index.seal[:32]} {share!r}".encode()).digest()
+def _build_share_key(index: ShardIndex, share: float) -> str:
+    return f"{index.seal[:32]} {share!r}"
 
 
 def _read_share_bits(path: Path, index: ShardIndex, share: float) -> ShareBits | None:
     """Return the bits of a share; None if they are missing, damaged, or of another index or share."""
-    with suppress(OSError, StorageFailed):
-        bits = ShareBits(FileBytes(path, "the share for validation"))
-        if bits.size == -(-len(index) // EVERY) * EVERY // 8:
-            return bits if bits.seal == _compute_share_seal(index, share, bits.packed) else None
+    with suppress(OSError, StorageFailed, DamagedPages):
+        bits = ShareBits(SealedPages.open(path, "the share for validation", _build_share_key(index, share)))
+        # All pages are compared now: a file that is damaged is written again.
+        return bits if len(bits.packed) == -(-len(index) // EVERY) * EVERY // 8 else None
     return None

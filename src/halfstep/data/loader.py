@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -25,6 +25,7 @@ from halfstep.data.dataset import (
     is_finite,
     seed_generators_temporarily,
 )
+from halfstep.data.shard_check import ShardSpotCheck
 from halfstep.data.to_device import move_to_device
 from halfstep.data.worker_processes import (
     POLL,
@@ -36,9 +37,6 @@ from halfstep.data.worker_processes import (
 )
 from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
 from halfstep.out_of_memory import convert_worker_error
-
-if TYPE_CHECKING:
-    from halfstep.data.shard_check import ShardSpotCheck
 
 # -- loader -----------------------------------------------------------------------------------------------------------
 

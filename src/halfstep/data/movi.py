@@ -28,7 +28,7 @@ from halfstep.data.image_files import find_files, require_folder
 from halfstep.data.shard_bytes import read_parts
 from halfstep.data.shard_scan import build_shard_error, decode_member_name
 from halfstep.data.tar_members import DamagedTar, open_tar
-from halfstep.data.video import MOST_CLIP_PIXELS, build_natural_key
+from halfstep.data.video import MOST_CLIP_PIXELS, Recordings, build_natural_key
 from halfstep.errors import BadData
 
 VIDEO, THINGS = ".video.npy", ".segmentations.npy"
@@ -64,7 +64,7 @@ class ArrayHeader(NamedTuple):
     start: int
 
 
-class MoviShards:
+class MoviShards(Recordings):
     """The recordings of a split; `mask` has the object number of each pixel where all recordings have it."""
 
     notices_changes = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 
-from halfstep.data.dataset import Source, list_sample_files
+from halfstep.data.dataset import Source
 from halfstep.data.file_state import FileState, RecordedFile, describe_file_change
 from halfstep.data.fingerprint import NOT_READ, UNREADABLE, SourcePrint
 
@@ -23,7 +23,7 @@ class RecordedFiles:
         self._whole = False
         self._ends, self._states = array("Q"), array("Q")
         for number in range(len(source)):
-            for _, path in list_sample_files(source, number):
+            for _, path in source.files_of(number):
                 self._states.extend(value & _BITS for value in _read_file_state(path))
             self._ends.append(len(self._states))
 
@@ -35,7 +35,7 @@ class RecordedFiles:
     def __call__(self, number: int) -> str:
         """Return how a file of this sample has changed; empty if none has."""
         place = self._ends[number - 1] if number else 0
-        for key, path in list_sample_files(self._source, number):
+        for key, path in self._source.files_of(number):
             now = FileState(*(value & _BITS for value in _read_file_state(path)))
             before = FileState(*self._states[place : place + _PER_FILE])
             place += _PER_FILE

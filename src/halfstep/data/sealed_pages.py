@@ -1,13 +1,17 @@
 """Bytes with a digest for each page of them, so that a few can be read from a file and compared without the others.
 
 The content comes first, then the digests of its pages, then a seal of these digests. The seal has a key, such as the
-name of the file: the file of another name is no valid one. Imports no torch.
+name of the file: the file of another name is no valid one. The form of every cache of samples: chunks of a store,
+latents, and the share for validation. Imports no torch.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from hashlib import blake2b
+from pathlib import Path
+
+from halfstep.data.file_bytes import FileBytes
 
 PAGE = 2**14
 """Bytes that are compared together: as many are hashed for a smaller part of them."""
@@ -25,24 +29,49 @@ def seal_pages(content: bytes, key: str) -> bytes:
     return b"".join([content, digests, _compute_seal(digests, key)])
 
 
-def read_sealed(handle: int, size: int, key: str, at: int, count: int) -> bytes:
-    """Return `count` bytes at an offset of an open file with `size` bytes of content.
+class SealedPages:
+    """Sealed content that is read by offset; a page is compared with its digest when it is first read.
 
-    Raises DamagedPages if the file differs in the pages that contain them.
+    `read` returns the bytes at an offset of a file of so many bytes. Raises DamagedPages where they differ.
     """
-    pages = -(-size // PAGE)
-    rest = os.pread(handle, pages * _DIGEST + _SEAL + 1, size)
-    digests = rest[: pages * _DIGEST]
-    if rest[pages * _DIGEST :] != _compute_seal(digests, key):
-        raise DamagedPages
-    first, stop = at // PAGE, -(-(at + count) // PAGE)
-    content = os.pread(handle, min(stop * PAGE, size) - first * PAGE, first * PAGE)
-    view = memoryview(content)
-    for page in range(first, stop):
-        found = _compute_digest(view[(page - first) * PAGE : (page + 1 - first) * PAGE])
-        if found != digests[page * _DIGEST : (page + 1) * _DIGEST]:
+
+    def __init__(self, read: Callable[[int, int], bytes], length: int, key: str) -> None:
+        pages = -(-max(length - _SEAL, 0) // (PAGE + _DIGEST))
+        self.size = length - _SEAL - pages * _DIGEST
+        """Bytes of the content."""
+        if self.size < 0:
             raise DamagedPages
-    return content[at - first * PAGE : at - first * PAGE + count]
+        self._read = read
+        rest = read(self.size, length - self.size)
+        self._digests = rest[:-_SEAL]
+        if rest[-_SEAL:] != _compute_seal(self._digests, key):
+            raise DamagedPages
+        self._is_compared = bytearray(pages)
+
+    def __getstate__(self) -> dict[str, object]:
+        # The file is opened again, and may be another one by then.
+        return {**vars(self), "_is_compared": bytearray(len(self._is_compared))}
+
+    @classmethod
+    def open(cls, path: Path, what: str, key: str) -> SealedPages:
+        """Open a file; raise OSError where it cannot be opened."""
+        file = FileBytes(path, what)
+        return cls(file.read, file.size, key)
+
+    def read(self, at: int, count: int) -> bytes:
+        """Return bytes of the content."""
+        first, stop = at // PAGE, -(-(at + count) // PAGE)
+        if all(self._is_compared[first:stop]):
+            return self._read(at, count)
+        start = first * PAGE
+        content = self._read(start, min(stop * PAGE, self.size) - start)
+        view = memoryview(content)
+        for page in range(first, stop):
+            found = _compute_digest(view[page * PAGE - start : (page + 1) * PAGE - start])
+            if found != self._digests[page * _DIGEST : (page + 1) * _DIGEST]:
+                raise DamagedPages
+        self._is_compared[first:stop] = bytes([1]) * (stop - first)
+        return content[at - start : at - start + count]
 
 
 def _compute_digest(page: memoryview) -> bytes:

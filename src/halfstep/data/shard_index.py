@@ -36,18 +36,8 @@ from halfstep.data.file_lock import lock_path
 from halfstep.data.file_state import FileState
 from halfstep.data.image_files import MOST_BYTES
 from halfstep.data.node_share import ask_once_per_node
-from halfstep.data.shard_scan import (
-    LARGEST_LABEL,
-    LONGEST_LABEL,
-    MASK_PERSON,
-    NONE,
-    PARQUET,
-    Column,
-    ShardRows,
-    has_sample_after,
-    parse_padded_label,
-    scan_shard,
-)
+from halfstep.data.shard_rows import LARGEST_LABEL, MASK_PERSON, NONE, PARQUET, Column, ShardRows
+from halfstep.data.shard_scan import LONGEST_LABEL, has_sample_after, parse_padded_label, scan_shard
 from halfstep.data.tar_members import BLOCK, DamagedTar, TarReader, compute_bytes_digest, open_tar
 from halfstep.data.tar_members import FEW as FEW_BYTES
 from halfstep.errors import BadData, StorageFailed

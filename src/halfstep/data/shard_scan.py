@@ -6,27 +6,22 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from halfstep.data.image_files import MOST_BYTES, SUFFIXES
 from halfstep.data.layout import PLACE_PERSON
+from halfstep.data.parquet_file import scan_parquet
+from halfstep.data.shard_rows import LARGEST_LABEL, MASK_PERSON, NONE, PARQUET, Column, ShardRows
 from halfstep.data.tar_members import BLOCK, DamagedTar, Member, TarReader, open_tar
 from halfstep.errors import BadData
 from halfstep.numbers import format_counted_noun
 
 LAYOUT = "a plain, whole .tar of 0001.jpg with 0001.cls, or 0001.jpg with 0001.mask.png"
-PARQUET = ".parquet"
-LARGEST_LABEL = 1_000_000
-"""A larger label is a date or an id: the model would have an output for every number below it."""
 LONGEST_LABEL = 20
 """Bytes of a label's file: anything longer is no class number, and is not read."""
-NONE = -1
-MASK_PERSON = b"halfstep mask"
 _BEGIN, _HASH, _IMAGE, _IMAGE_SIZE, _IMAGE_DIGEST, _MASK, _MASK_SIZE, _MASK_DIGEST, _LABEL, _LABEL_AT = range(10)
 """The numbers of a sample while its shard is read."""
 _NOTHING = 2**64 - 1
@@ -36,8 +31,6 @@ _PARTS = {suffix[1:].encode(): _IMAGE for suffix in SUFFIXES} | {b"mask.png": _M
 _MOST_PARTS = 1000
 _LARGEST_SHARD = 2**32 * BLOCK
 _MOST_SIZE = 2**32 - 1
-Column = np.ndarray[Any, np.dtype[Any]]
-
 
 ARCHIVES = (".tar", PARQUET, ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz", ".zip")
 """Files that hold samples in most sets; a run reads those of one kind."""
@@ -57,25 +50,6 @@ def describe_unread_files(unread: Sequence[str], where: str) -> str:
     return f"{format_counted_noun(len(unread), 'file')} in {where} not read: {', '.join(unread[:3])}{more}"
 
 
-@dataclass(frozen=True)
-class ShardRows:
-    """The samples of a shard in order, as columns; -1 for what a sample does not have."""
-
-    size_of_shard: int
-    image: Column
-    image_size: Column
-    label: Column
-    place: Column
-    """The position of each sample, a hash of its name: the upper half of `layout.place_of`."""
-    digest: Column
-    mask: Column
-    mask_size: Column
-    label_at: Column
-
-    def __len__(self) -> int:
-        return len(self.image)
-
-
 def build_shard_error(shard: str | Path, reason: str, allowed: str = LAYOUT) -> BadData:
     """Return the error for a shard that cannot be used; it names the command that unpacks a compressed one."""
     with suppress(OSError), open(shard, "rb") as file:
@@ -93,8 +67,6 @@ def scan_shard(shard: Path, is_stopped: Callable[[], bool] = lambda: False) -> S
     """Read a shard once; raise BadData, with its name, where it is no tar or a sample cannot be used."""
     try:
         if shard.suffix == PARQUET:
-            from halfstep.data.parquet_shards import scan_parquet  # here, because it builds on the rows of this module
-
             return scan_parquet(shard)
         with open_tar(shard) as tar:
             return scan_tar(tar, shard.name, is_stopped)

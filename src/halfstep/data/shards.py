@@ -11,16 +11,18 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from halfstep.data.dataset import BadSample, Files, Sample, Seal
+from halfstep.data.dataset import BadSample, Files, Sample, Source, Subset
 from halfstep.data.file_bytes import READ
 from halfstep.data.file_state import FileState, RecordedFile, describe_file_change
 from halfstep.data.folders import check_same_size
 from halfstep.data.held_out import SampleNumbers, split_index_samples
 from halfstep.data.image_files import MOST_BYTES, find_files, require_folder
 from halfstep.data.image_io import MaskClasses, Palette, read_image, read_mask
-from halfstep.data.layout import compute_split_position
+from halfstep.data.layout import FEW, Rule, compute_split_position
+from halfstep.data.parquet_file import UnreadColumn
 from halfstep.data.shard_bytes import NEAR, Part, announce_parts, merge_near_parts, read_handle_parts, read_parts
 from halfstep.data.shard_index import (
+    PLACE,
     SOME_LABELS,
     SOME_MASKS,
     SOME_UNLABELED,
@@ -32,18 +34,17 @@ from halfstep.data.shard_index import (
     find_index,
 )
 from halfstep.data.shard_patterns import expand_shard_pattern, is_shard_pattern
+from halfstep.data.shard_rows import MASK_PERSON, PARQUET, ShardRows
 from halfstep.data.shard_scan import (
     ARCHIVES,
     LONGEST_LABEL,
-    MASK_PERSON,
-    PARQUET,
-    ShardRows,
     list_unread_names,
     parse_padded_label,
     read_member_key,
     scan_shard,
 )
-from halfstep.data.tar_members import BLOCK, FEW, DamagedTar, TarReader, compute_bytes_digest, open_tar
+from halfstep.data.tar_members import BLOCK, DamagedTar, TarReader, compute_bytes_digest, open_tar
+from halfstep.data.tar_members import FEW as FEW_BYTES
 from halfstep.errors import BadData, StorageFailed
 from halfstep.host_memory import read_free_memory
 
@@ -70,19 +71,7 @@ class SampleBytes(NamedTuple):
     mask: bytes | None
 
 
-class UnreadColumn(NamedTuple):
-    """A column with the name of a part, whose type is not the part's."""
-
-    name: str
-    kind: str
-    """What the column is, in words that follow its name: `is a float (double)`."""
-    do: str
-
-    def __str__(self) -> str:
-        return f"its column {self.name} {self.kind}"
-
-
-class Shards:
+class Shards(Source):
     """A source of `image`, and of those `parts` that the shards have: `label`, `mask`.
 
     `root` is a folder of .tar files, one file, or a pattern such as `train-{000..003}.tar`. Raises BadData if a
@@ -311,7 +300,7 @@ class Shards:
             before = self.index.row(index - 1)
             # Headers follow the image before; parts that lie apart may have it later.
             start = before.image - -before.image_size // BLOCK * BLOCK if before.image < row.image else 0
-        with self._tar(row.shard, FEW) as tar:
+        with self._tar(row.shard, FEW_BYTES) as tar:
             return read_member_key(tar, start, row.image)
 
     def files_of(self, index: int) -> Files:
@@ -320,13 +309,25 @@ class Shards:
         return [(self.index.names[shard], self.path(shard))]
 
     @property
-    def seal(self) -> Seal:
-        """The seal of the index, which stands for every sample."""
-        return Seal(self, "")
+    def chosen(self) -> str:
+        """Empty: all samples of the index, in its order."""
+        return ""
 
-    def divided(self, share: float) -> tuple[SampleNumbers, SampleNumbers]:
-        """Return the numbers of the samples for training, and of those for validation."""
-        return split_index_samples(self.index, share, lambda index: compute_split_position(self.key(index)))
+    def divide(self, fraction: float, rule: Rule) -> tuple[Subset, Subset]:
+        """Return the samples for training, and those for validation."""
+        # Every rule is the same for many samples, and an index has their positions.
+        if len(self) < FEW:
+            return super().divide(fraction, rule)
+        train, val = split_index_samples(self.index, fraction, lambda index: compute_split_position(self.key(index)))
+        return IndexSubset(self, train), IndexSubset(self, val)
+
+    def split_positions(self, fraction: float) -> list[float]:
+        """Return the position of each sample; names are read only where the index does not tell positions apart."""
+        columns = [self.index.packed(shard).column(PLACE) for shard in range(len(self.index.names))]
+        upper = np.concatenate(columns).astype(np.uint64)
+        _, which, counts = np.unique(upper, return_inverse=True, return_counts=True)
+        unclear = (counts[which] > 1) | (upper == int(fraction * 2**32))
+        return [compute_split_position(self.key(n)) if unclear[n] else int(one) / 2**32 for n, one in enumerate(upper)]
 
     def _check_kinds(self) -> tuple[bool, bool]:
         """Return whether samples have a label and a mask that are requested.
@@ -386,6 +387,22 @@ class Shards:
                 do=f"rm {self.index.path}, and start the same command again",
             )
         return label
+
+
+class IndexSubset(Subset):
+    """One side of a share of an index, whose numbers are no list and have a digest."""
+
+    numbers: SampleNumbers
+
+    @property
+    def digest(self) -> str:
+        """Digits that stand for the share and the side."""
+        return self.numbers.digest
+
+
+def find_shards(source: Source) -> Shards | None:
+    """Return the indexed samples that a source reads; None for a source without an index."""
+    return base if source.chosen is not None and isinstance(base := source.base, Shards) else None
 
 
 def _list_parts(row: SampleRow, wanted: tuple[bool, bool, bool]) -> list[Part]:

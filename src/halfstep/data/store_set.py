@@ -31,12 +31,8 @@ from halfstep.data.shard_index import (
     remove_stale_files,
 )
 from halfstep.data.shard_patterns import expand_shard_pattern, is_shard_pattern
-from halfstep.data.shard_scan import (
-    ShardRows,
-    build_shard_error,
-    list_unread_names,
-    scan_tar,
-)
+from halfstep.data.shard_rows import ShardRows
+from halfstep.data.shard_scan import build_shard_error, list_unread_names, scan_tar
 from halfstep.data.tar_members import FEW, DamagedTar, TarReader
 from halfstep.errors import BadData
 from halfstep.files import find_cache_folder, replace_file_unflushed, replace_storage_errors

@@ -9,25 +9,25 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.data import get_worker_info
 
 from halfstep.data import store_set
 from halfstep.data.chunk_cache import ChunkCache
-from halfstep.data.dataset import BadSample, Sample
-from halfstep.data.held_out import SampleNumbers
+from halfstep.data.dataset import BadSample, Sample, Subset
 from halfstep.data.image_files import MOST_BYTES
-from halfstep.data.layout import compute_split_position
+from halfstep.data.layout import Rule
 from halfstep.data.node_share import ask_once_per_node
-from halfstep.data.sealed_pages import DamagedPages, read_sealed
+from halfstep.data.sealed_pages import DamagedPages, SealedPages
 from halfstep.data.shard_bytes import Part, merge_near_parts
-from halfstep.data.shard_index import PLACE, SampleRow, open_index
-from halfstep.data.shard_scan import LONGEST_LABEL, ShardRows, build_shard_error, scan_tar
-from halfstep.data.shards import OTHER_BYTES, SampleBytes, Shards, parse_class_names
+from halfstep.data.shard_index import SampleRow, open_index
+from halfstep.data.shard_rows import ShardRows
+from halfstep.data.shard_scan import LONGEST_LABEL, build_shard_error, scan_tar
+from halfstep.data.shards import OTHER_BYTES, IndexSubset, SampleBytes, Shards, parse_class_names
 from halfstep.data.store_set import UNSURE, Chunk, FoundSet
 from halfstep.data.tar_members import AT_ONCE, DamagedTar, TarReader
 from halfstep.errors import BadData, BadRecipe, StorageFailed, StoreFailed
@@ -108,18 +108,12 @@ class StoreShards(Shards):
         # Digests, parts of chunks at the ends of lanes, and chunks of validation take the rest.
         return self.cache.room() * 49 // 100 * nodes
 
-    def divided(self, share: float) -> tuple[SampleNumbers, SampleNumbers]:
-        """Return the numbers of the samples for training, and of those for validation."""
-        self._sides = list(both := super().divided(share))
+    def divide(self, fraction: float, rule: Rule) -> tuple[Subset, Subset]:
+        """Return the samples for training, and those for validation."""
+        both = super().divide(fraction, rule)
+        if isinstance(both[0], IndexSubset):
+            self._sides = [side.numbers for side in both]
         return both
-
-    def places_for_split(self, share: float) -> list[float]:
-        """Return the position of each sample; names are read only where the index does not tell positions apart."""
-        columns = [self.index.packed(shard).column(PLACE) for shard in range(len(self.index.names))]
-        upper = np.concatenate(columns).astype(np.uint64)
-        _, which, counts = np.unique(upper, return_inverse=True, return_counts=True)
-        unclear = (counts[which] > 1) | (upper == int(share * 2**32))
-        return [compute_split_position(self.key(n)) if unclear[n] else int(one) / 2**32 for n, one in enumerate(upper)]
 
     def announce(self, chunks: Sequence[tuple[int, int]], number: Callable[[int], int]) -> None:
         """Fetch the chunks of an order."""
@@ -225,7 +219,8 @@ class StoreShards(Shards):
                 if (handle := self.cache.open(name)) is None:
                     continue
                 try:
-                    content = read_sealed(handle, chunk.size, name, part[0] - chunk.start, part[1])
+                    sealed = SealedPages(partial(_read_at, handle), os.fstat(handle).st_size, name)
+                    content = sealed.read(part[0] - chunk.start, part[1])
                     doubts += [OTHER_BYTES] * name.endswith(UNSURE)
                     return content
                 except (DamagedPages, OSError):  # the disk has other bytes, or cannot read them
@@ -268,6 +263,10 @@ class StoreShards(Shards):
     def where(self, shard: int) -> str:
         """Return the address of a shard."""
         return f"{self.address}/{self.index.names[shard]}"
+
+
+def _read_at(handle: int, at: int, size: int) -> bytes:
+    return os.pread(handle, size, at)
 
 
 def _is_within_range(part: Part, start: int, size: int) -> bool:

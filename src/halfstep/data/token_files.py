@@ -1,4 +1,4 @@
-"""Token shards: documents as one stream of numbers in a few files, with an index, memory-mapped when they are read.
+"""Token shards: documents as one stream of numbers in a few files, with an index, read by offset.
 
 A folder holds `tokens.json` (the index), `tokenizer.json`, and for each split shards of little-endian uint16 or uint32,
 the end of each document, and the documents' names. Every document ends with the end token. In a model, a document also
@@ -22,6 +22,7 @@ from typing import IO, Annotated, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from halfstep.data.file_bytes import FileBytes
 from halfstep.data.file_state import FileState
 from halfstep.errors import BadData, BadSample
 from halfstep.files import read_json, write_json
@@ -146,14 +147,10 @@ class TokenArray:
         self.dtype = np.dtype(self.index.dtype).newbyteorder("<")
         self._starts = [0, *accumulate(shard.tokens for shard in self.facts.shards)]
         self._states = [self._state(shard) for shard in self.facts.shards]
-        self._maps: dict[int, Tokens] = {}
+        self._files: dict[int, FileBytes] = {}
 
     def __len__(self) -> int:
         return self.facts.tokens
-
-    def __getstate__(self) -> dict[str, object]:
-        # A memory map would be copied as a whole into the process of a worker.
-        return {**self.__dict__, "_maps": {}}
 
     @property
     def paths(self) -> list[Path]:
@@ -166,7 +163,7 @@ class TokenArray:
         number = bisect_right(self._starts, start) - 1
         while start < stop:
             first, last = self._starts[number], self._starts[number + 1]
-            parts.append(self._map_shard(number)[start - first : min(stop, last) - first])
+            parts.append(self._read_shard(number, start - first, min(stop, last) - first))
             start, number = last, number + 1
         return np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
@@ -188,15 +185,14 @@ class TokenArray:
             first = max(0, start - overlap)
             yield first, self.read(first, min(start + BLOCK, len(self)))
 
-    def _map_shard(self, number: int) -> Tokens:
-        shard = self.facts.shards[number]
+    def _read_shard(self, number: int, start: int, stop: int) -> Tokens:
+        shard, width = self.facts.shards[number], self.dtype.itemsize
         self._refuse_changed(number, shard)
-        if number not in self._maps:
-            self._maps[number] = np.memmap(self.folder / shard.file, self.dtype, mode="r", shape=(shard.tokens,))
-        return self._maps[number]
+        if number not in self._files:
+            self._files[number] = FileBytes(self.folder / shard.file, "the shard")
+        return np.frombuffer(self._files[number].read(start * width, (stop - start) * width), self.dtype)
 
     def _refuse_changed(self, number: int, shard: TokenShard) -> None:
-        # Before every read: to read a map beyond the end of a file that was cut would end the process.
         path = self.folder / shard.file
         try:
             now = FileState.of(os.stat(path))
@@ -207,7 +203,7 @@ class TokenArray:
         except OSError as error:
             raise BadSample(str(path), error.strerror or type(error).__name__) from error
         self._states[number] = now
-        self._maps.pop(number, None)
+        self._files.pop(number, None)
 
     def _state(self, shard: TokenShard) -> FileState:
         path = self.folder / shard.file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from halfstep.data.dataset import Files, Sample
+from halfstep.data.dataset import Files, Sample, Source
 from halfstep.data.token_files import INDEX, TokenArray
 from halfstep.errors import BadData
 
@@ -13,7 +13,7 @@ FILLER = -100
 """Fills the last window: no token, and no target."""
 
 
-class TokenWindows:
+class TokenWindows(Source):
     """Consecutive windows of a split. Each has one token more than `length`, the first token of the next window.
 
     The first window begins with an end token, as if a document were before it: every token of the split is a target of

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.dataset import BadSample, Files, Sample, Subset, can_detect_changes, split_source
+from halfstep.data.dataset import BadSample, Files, Sample, Source, Subset, split_source
 from halfstep.data.folders import MASKS_RULE, NumberedFiles, check_same_size, pair_images
 from halfstep.data.image_files import (
     MOST_PIXELS,
@@ -36,27 +37,34 @@ _NUMBERED = MaskClasses(classes=256)
 """A mask has a number for each object, and 0 for the background."""
 
 
-class Recordings(Protocol):
+class Recordings(ABC):
     """Long clips by number, of which parts are read. Safe to use from several processes at once."""
 
+    notices_changes: bool = False
+    """Whether it notices files that change under a run by itself."""
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def length(self, number: int) -> int:
         """Return the number of frames; 0 if it is unknown, and reading raises the reason."""
-        ...
 
+    @abstractmethod
     def part(self, number: int, frames: range) -> Sample:
         """Read these frames; raise BadSample if one cannot be read."""
-        ...
 
+    @abstractmethod
     def name(self, number: int) -> str: ...
 
+    @abstractmethod
     def key(self, number: int) -> str: ...
 
+    @abstractmethod
     def files_of(self, number: int, frames: range) -> Files: ...
 
 
-class ClipWindows:
+class ClipWindows(Source):
     """A source of clips of `frames` frames, one in `every`, without overlap; short recordings give none.
 
     Raises BadData if no recording is long enough.
@@ -64,6 +72,7 @@ class ClipWindows:
 
     def __init__(self, recordings: Recordings, frames: int, every: int = 1) -> None:
         self.recordings, self.frames, self.every = recordings, frames, every
+        self.notices_changes = recordings.notices_changes
         lengths = [recordings.length(number) for number in range(len(recordings))]
         self._windows = [(number, first) for number, length in enumerate(lengths) for first in self._firsts(length)]
         if not self._windows:
@@ -94,11 +103,6 @@ class ClipWindows:
     def files_of(self, index: int) -> Files:
         """Return the files of the clip."""
         return self.recordings.files_of(*self._at(index))
-
-    @property
-    def notices_changes(self) -> bool:
-        """Whether the recordings notice files that change under a run."""
-        return can_detect_changes(self.recordings)
 
     def by_recording(self) -> list[list[int]]:
         """Return the clips of each recording that has any."""
@@ -137,7 +141,7 @@ def split_recordings(
     return Subset(windows, train), Subset(windows, val)
 
 
-class FrameFolders(NumberedFiles):
+class FrameFolders(NumberedFiles, Recordings):
     """Recordings as folders of numbered images: 2 comes before 10.
 
     With `images` and `masks` in the root, `mask` has the object number of each pixel.
@@ -255,7 +259,7 @@ MOST_BEFORE = 20_000
 """Frames decoded before the last one requested; more means that the file is not seekable."""
 
 
-class VideoFiles(NumberedFiles):
+class VideoFiles(NumberedFiles, Recordings):
     """The videos of a folder, or one video; `image` is frames × 3 × height × width."""
 
     def __init__(self, root: str | Path) -> None:

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from halfstep.checkpoint.paths import CheckpointDir
 from halfstep.checkpoint.reading import read_rank_state
-from halfstep.data.dataset import find_seal
+from halfstep.data.dataset import complete_source
 from halfstep.data.fingerprint import Fingerprint, different, fingerprint
 from halfstep.data.shard_check import describe_shard_change
 from halfstep.data.shard_index import MOST_THREADS
-from halfstep.data.shards import Shards
+from halfstep.data.shards import Shards, find_shards
 from halfstep.runs.finished import load_saved_task
 from halfstep.status_line import OnProgress
 from halfstep.train.state import State
-from halfstep.train.task import Task
+from halfstep.train.task import Split, Task
+
+SPLITS: tuple[Split, ...] = ("train", "val")
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,10 @@ def check_data(
 ) -> VerifiedData:
     """Read all shards of a run, and compare what the data is with what a checkpoint has of it."""
     task = load_saved_task(folder, own)
-    sources = (task.source("train"), task.source("val"))
+    sources = tuple(complete_source(task.source(split)) for split in SPLITS)
     saved = State.from_parts(*read_rank_state(checkpoint, 0), where=str(checkpoint.path)).position["data_fingerprint"]
     changes = different(Fingerprint.from_dict(saved), fingerprint(*sources))
-    sets = {seal.shards.index.seal: seal.shards for source in sources if (seal := find_seal(source)) is not None}
+    sets = {shards.index.seal: shards for source in sources if (shards := find_shards(source)) is not None}
     jobs = [(shards, number) for shards in sets.values() for number in range(len(shards.index.names))]
     with ThreadPoolExecutor(MOST_THREADS) as pool:
         for done, change in enumerate(pool.map(_find_job_change, jobs), 1):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from halfstep.data.choose_order import OrderFacts, choose_order, measure_nodes, measure_order
-from halfstep.data.dataset import find_seal
 from halfstep.data.layout import check_store_data, is_store_address, resolve_data_path
 from halfstep.data.shard_index import find_index
-from halfstep.data.shards import build_shard_set, resolve_training_folder
+from halfstep.data.shards import build_shard_set, find_shards, resolve_training_folder
 from halfstep.errors import BadData
 from halfstep.recipe.sources import RawRecipe
 from halfstep.runs.registry import find_task_class
@@ -32,9 +31,9 @@ def explain_order(found: RawRecipe, folder: str) -> OrderFacts:
     # Shards without an index would be read whole, which is too much for an explanation.
     if is_stored or find_index(root, build_shard_set(root)) is not None:
         source = find_task_class(recipe.task)(recipe).source("train")
-        if (seal := find_seal(source)) is not None:
+        if (shards := find_shards(source)) is not None:
             batch = recipe.train.global_batch or recipe.train.batch_size * recipe.train.microbatches
-            window, shards = recipe.data.window, seal.shards
+            window = recipe.data.window
             facts = measure_order(choose_order(source, window, batch), source, shards, batch)
             if facts.order.name != "windows" or shards.is_local:
                 return facts

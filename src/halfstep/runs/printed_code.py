@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from halfstep.data.dataset import BadSample, Source, WrappedSource, list_sample_files
+from halfstep.data.dataset import BadSample, Source, complete_source
 from halfstep.data.image_files import SUFFIXES
 from halfstep.data.image_io import read_image
 from halfstep.errors import HalfstepError, WrongUse
@@ -149,7 +149,7 @@ def _pick_validation_files(task: Task, folder: Path) -> Iterator[Path]:
     """Yield readable files spread over the validation set; neighbors often look the same."""
     channels = getattr(task, "channels_read", getattr(task.recipe.data, "channels", 3))
     try:
-        source = task.source("val")
+        source = complete_source(task.source("val"))
     except (HalfstepError, BadSample, OSError):
         return
     for number in sorted({n * (len(source) - 1) // max(IMAGES - 1, 1) for n in range(IMAGES)}):
@@ -163,12 +163,11 @@ def _pick_validation_files(task: Task, folder: Path) -> Iterator[Path]:
 
 def _find_stored_file(source: Source, number: int, folder: Path) -> Path:
     """Return the image file of a sample, as it is stored."""
-    for _, file in list_sample_files(source, number):
+    for _, file in source.files_of(number):
         if Path(file).suffix.lower() in SUFFIXES:
             return Path(file).resolve()
-    while isinstance(source, WrappedSource):  # a wrapper may have shrunk the image
-        number, source = source.index_in_source(number), source.source
-    return write_image(source.read(number)["image"], folder / f"image-{number}")
+    whole = source.base.read(source.index_in_base(number))  # a wrapper may have shrunk the image
+    return write_image(whole["image"], folder / f"image-{number}")
 
 
 def write_image(image: Tensor, path: Path) -> Path:

@@ -10,21 +10,23 @@ from typing import TypeVar
 import torch
 
 from halfstep import distributed
+from halfstep.data.choose_order import choose_order, measure_nodes
 from halfstep.data.dataset import (
     Collate,
     Order,
     Samples,
     Source,
     ValSamples,
-    can_detect_changes,
-    find_seal,
-    has_sample_files,
-    resolve_index_number,
+    complete_source,
 )
 from halfstep.data.fingerprint import Fingerprint, fingerprint
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
 from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.data.recorded_files import RecordedFiles
+from halfstep.data.shard_bytes import Announcer
+from halfstep.data.shard_check import ShardSpotCheck
+from halfstep.data.shard_scan import describe_unread_files
+from halfstep.data.shards import find_shards
 from halfstep.errors import BadData, RanksDisagree
 from halfstep.launch_variables import read_launched_rank
 from halfstep.train.machine import count_cores, count_cores_per_rank
@@ -81,10 +83,8 @@ def make_loaders(
 
 def _describe_unread_files(*sources: Source) -> list[str]:
     """Return a line for each folder with archives that a run does not read."""
-    from halfstep.data.shard_scan import describe_unread_files  # here, because folders need no index
-
-    seals = [seal for source in sources if (seal := find_seal(source)) is not None]
-    return list(dict.fromkeys(describe_unread_files(seal.shards.unread, seal.shards.place) for seal in seals))
+    sets = [shards for source in sources if (shards := find_shards(source)) is not None]
+    return list(dict.fromkeys(describe_unread_files(shards.unread, shards.place) for shards in sets))
 
 
 def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> TrainLoader:
@@ -95,10 +95,8 @@ def make_train_loader(task: Task, recipe: AnyRecipe, device: torch.device) -> Tr
 
 def _choose_order(source: Source, recipe: AnyRecipe) -> SavedOrder:
     """Return the order of a new run; rank 0 chooses it, since it may depend on the memory."""
-    if find_seal(source) is None and recipe.data.window in (None, "all"):
+    if source.chosen is None and recipe.data.window in (None, "all"):
         return RANDPERM
-    from halfstep.data.choose_order import choose_order  # here, because folders need no index
-
     given = (source, recipe.data.window, _count_step_samples(recipe), _count_nodes(), distributed.count_ranks())
     return SavedOrder(**distributed.run_on_rank_zero(lambda: asdict(choose_order(*given))))
 
@@ -113,28 +111,22 @@ def _count_nodes() -> int:
 
 def _describe_downloads(source: Source, order: SavedOrder, recipe: AnyRecipe) -> str:
     """Return a warning where the nodes download a set several times in an epoch; empty otherwise."""
-    seal = find_seal(source)
-    if seal is None or seal.shards.is_local:
+    shards = find_shards(source)
+    if shards is None or shards.is_local:
         return ""
-    from halfstep.data.choose_order import measure_nodes  # here, because folders need no index
-
-    return measure_nodes(order, source, seal.shards, _count_step_samples(recipe), _count_nodes()).warning
+    return measure_nodes(order, source, shards, _count_step_samples(recipe), _count_nodes()).warning
 
 
 def _start_shard_checks(train: TrainLoader, source: Source, recipe: AnyRecipe, order: SavedOrder) -> None:
     """Let shards be verified in the background, and their chunks be announced."""
-    if (seal := find_seal(source)) is None:
+    if (shards := find_shards(source)) is None:
         return
-    from halfstep.data.shard_bytes import Announcer  # here, because folders need no index
-    from halfstep.data.shard_check import ShardSpotCheck
-
-    shards = seal.shards
     if shards.is_local:
         train.background = ShardSpotCheck(shards, recipe.train.seed or 0, distributed.rank(), distributed.count_ranks())
     train.announces_next_epoch = not shards.is_local
     # Of a store, more chunks than are open at once must not wait: they would be fetched after they were read.
     most = None if shards.is_local else order.window
-    train.announce = Announcer(lambda chunks: shards.announce(chunks, lambda n: resolve_index_number(source, n)), most)
+    train.announce = Announcer(lambda chunks: shards.announce(chunks, source.index_in_base), most)
 
 
 def _make_source_loader(
@@ -165,7 +157,7 @@ def _make_source_loader(
 def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers: int = 0) -> ValLoader:
     """Return the validation loader of this rank."""
     train, seed, source = recipe.train, recipe.train.seed or 0, _require_samples(task, "val")
-    seal = find_seal(source)
+    shards = find_shards(source)
     return ValLoader(
         ValSamples(source, functools.partial(task.transform, "val"), seed),
         batch_size=train.batch_size,
@@ -177,14 +169,14 @@ def make_val_loader(task: Task, recipe: AnyRecipe, device: torch.device, workers
         size=distributed.count_ranks(),
         timeout=_compute_sample_timeout(source, recipe),
         # A chunk of a store is fetched by the node that reads it.
-        neighboring=seal is not None and not seal.shards.is_local,
+        neighboring=shards is not None and not shards.is_local,
     )
 
 
 def _compute_sample_timeout(source: Source, recipe: AnyRecipe) -> float:
     """Return the seconds for a sample; a store has its own patience before."""
-    seal = find_seal(source)
-    return recipe.data.timeout + (seal.shards.patience if seal and recipe.data.timeout else 0.0)
+    shards = find_shards(source)
+    return recipe.data.timeout + (shards.patience if shards and recipe.data.timeout else 0.0)
 
 
 def _run_interruptibly(work: Callable[[], T]) -> T:
@@ -193,7 +185,7 @@ def _run_interruptibly(work: Callable[[], T]) -> T:
 
 
 def _require_samples(task: Task, split: Split) -> Source:
-    source = task.source(split)
+    source = complete_source(task.source(split))
     if not len(source):
         raise BadData(f"the {split} split contains no samples", allowed="one sample or more", do="check data.path")
     return source
@@ -218,7 +210,7 @@ def _record_files(*both: Samples | ValSamples) -> list[RecordedFiles | None]:
     recorded: list[RecordedFiles | None] = []
     for samples in both:
         files = None
-        if has_sample_files(samples.source) and not can_detect_changes(samples.source):
+        if samples.source.has_files and not samples.source.notices_changes:
             files = samples.change_of = RecordedFiles(samples.source)
         recorded.append(files)
     return recorded

@@ -7,13 +7,13 @@ more than the areas of the shapes do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from halfstep.data.dataset import Sample
+from halfstep.data.dataset import Sample, Source
 from halfstep.errors import WrongUse
 
 Array = np.ndarray[Any, Any]
@@ -39,7 +39,7 @@ _TURN = 0.35
 """The largest rotation in radians, so that a diamond is not a square."""
 
 
-class SyntheticSource:
+class SyntheticSource(Source):
     """A base of sources that draw each sample from its number."""
 
     kind = "shapes"
@@ -52,10 +52,6 @@ class SyntheticSource:
     def name(self, index: int) -> str:
         """Return the kind of image, its seed and its number."""
         return f"{self.kind} {self.seed}/{index}"
-
-    def keys_of(self, numbers: Sequence[int]) -> list[str]:
-        """Return the names of several samples."""
-        return [self.name(number) for number in numbers]
 
 
 class ShapeMasks(SyntheticSource):

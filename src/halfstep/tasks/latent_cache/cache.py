@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from halfstep import distributed
-from halfstep.data.dataset import BadSample, Sample, Source, WrappedSource, list_sample_files, read_without_image
+from halfstep.data.dataset import BadSample, Sample, Source, WrappedSource, complete_source
 from halfstep.data.fingerprint import fingerprint
+from halfstep.data.sealed_pages import DamagedPages, SealedPages, seal_pages
 from halfstep.errors import BadData, NotBegun, StorageFailed
-from halfstep.files import find_cache_folder, write_json
+from halfstep.files import find_cache_folder, replace_file, write_json
 from halfstep.numbers import format_bytes as in_words
 from halfstep.safetensors_header import content
 from halfstep.status_line import OnProgress
@@ -32,9 +34,8 @@ from halfstep.tasks.latent_cache.encoding import (
 )
 from halfstep.train.signals import find_stop_signal
 from halfstep.train.task import ignore_progress
-from halfstep.train.weights import save_weights
 
-VERSION = "2"
+VERSION = "3"
 """The version of the file layout; a new version does not find older files."""
 LOOKED_AT = 32
 """How many images are hashed as the autoencoder sees them: generated samples have no file, and readers change."""
@@ -72,7 +73,7 @@ def _compute_image_digest(encoding: MomentEncoder, source: Source) -> str:
 def _compute_times_digest(source: Source) -> str:
     digest = hashlib.sha256()
     for name, path in sorted(
-        {(name, os.fspath(path)) for i in range(len(source)) for name, path in list_sample_files(source, i)}
+        {(name, os.fspath(path)) for i in range(len(source)) for name, path in source.files_of(i)}
     ):
         try:
             # File names need not be valid UTF-8; the length prefix keeps two lists of names from the same hash.
@@ -85,15 +86,39 @@ def _compute_times_digest(source: Source) -> str:
 PER_CHUNK = 256
 ABOUT = "about.json"
 """A description of what the files depend on, for users; halfstep itself does not read it."""
-MOMENTS, GOOD = "moments", "good"
+_SHAPE = struct.Struct("<III")
+"""Channels, height and width of the moments, at the beginning of a file."""
+
+
+class LatentFile:
+    """The latents of some samples: a shape, for each sample whether it was readable, and its moments in fp32.
+
+    Each page is compared when it is first read. Raises OSError, StorageFailed or DamagedPages where it is not complete.
+    """
+
+    def __init__(self, path: Path, key: str, samples: int) -> None:
+        self._pages, self._samples = SealedPages.open(path, "the latents", key), samples
+        self._shape = _SHAPE.unpack(self._pages.read(0, _SHAPE.size))
+        self._size = 4 * math.prod(self._shape)
+        if self._pages.size != _SHAPE.size + samples * (1 + self._size):
+            raise DamagedPages
+
+    def is_good(self, row: int) -> bool:
+        """Return whether a sample was readable."""
+        return self._pages.read(_SHAPE.size + row, 1) != b"\0"
+
+    def moments(self, row: int) -> Tensor:
+        """Return the moments of a sample."""
+        content = self._pages.read(_SHAPE.size + self._samples + row * self._size, self._size)
+        return torch.from_numpy(np.frombuffer(content, "<f4").reshape(self._shape).copy())
 
 
 @dataclass(frozen=True)
 class LatentChunks:
     """The files of one set of latents, in a folder named after their key.
 
-    Each file holds its own SHA-256. Concurrent runs that encode the same set overwrite each other's files, perhaps with
-    other last digits, so one index of all hashes would be wrong in between.
+    Each file has its own digests. Concurrent runs that encode the same set overwrite each other's files, perhaps with
+    other last digits, so one index of all digests would be wrong in between.
     """
 
     folder: Path
@@ -105,7 +130,7 @@ class LatentChunks:
 
     def path(self, chunk: int) -> Path:
         """Return the file of a chunk."""
-        return self.folder / f"{chunk:06d}.safetensors"
+        return self.folder / f"{chunk:06d}.latents"
 
     def numbers(self, chunk: int) -> range:
         """Return the sample numbers of a chunk."""
@@ -115,58 +140,43 @@ class LatentChunks:
         """Write the moments of a chunk, None for unreadable samples. Raise `StorageFailed` where writing fails."""
         # A chunk without a readable sample still needs a shape: one channel of means and one of log variances.
         first = next((row for row in rows if row is not None), torch.zeros(2, 1, 1))
-        moments = torch.stack([torch.zeros_like(first) if row is None else row for row in rows])
-        good = torch.tensor([row is not None for row in rows])
-        about = {"key": self.key, "chunk": str(chunk), "sha256": _compute_moments_digest(moments, good)}
+        values = np.stack([(torch.zeros_like(first) if row is None else row).numpy() for row in rows])
+        good = bytes(row is not None for row in rows)
+        content = b"".join([_SHAPE.pack(*first.shape), good, values.astype("<f4").tobytes()])
         try:
-            save_weights({MOMENTS: moments, GOOD: good}, self.path(chunk), about)
-        except (OSError, SafetensorError) as error:
+            with replace_file(self.path(chunk)) as draft:
+                draft.write_bytes(seal_pages(content, self._seal_key(chunk)))
+        except OSError as error:
             raise build_storage_error(f"{self.path(chunk)} could not be written: {error}") from error
 
-    def open(self, chunk: int) -> Any:
-        """Open a chunk memory-mapped, and check its key and its shape.
+    def open(self, chunk: int) -> LatentFile:
+        """Open a chunk; raise one of `UNUSABLE` if it is missing, incomplete or of other latents."""
+        return LatentFile(self.path(chunk), self._seal_key(chunk), len(self.numbers(chunk)))
 
-        Raise `BadData` if the file belongs to other latents; SafetensorError or OSError where it is incomplete.
-        """
-        opened = safe_open(self.path(chunk), "pt")  # type: ignore[no-untyped-call]
-        about = opened.metadata() or {}
-        if (about.get("key"), about.get("chunk")) != (self.key, str(chunk)) or set(opened.keys()) != {MOMENTS, GOOD}:
-            raise build_cache_file_error(self.path(chunk), "its latents do not match its name")
-        count = len(self.numbers(chunk))
-        if any(opened.get_slice(name).get_shape()[:1] != [count] for name in (MOMENTS, GOOD)):
-            raise build_cache_file_error(self.path(chunk), f"it does not contain {count} samples")
-        return opened
+    def _seal_key(self, chunk: int) -> str:
+        return f"{chunk} {self.key}"
 
     def is_there(self, chunk: int) -> bool:
-        """Return whether a chunk has all its bytes; its values are not checked."""
+        """Return whether a chunk has all its bytes; its values are not compared."""
         try:
             self.open(chunk)
-        except (OSError, SafetensorError):
+        except UNUSABLE:
             return False
         return True
 
-    def is_whole(self, chunk: int) -> bool:
-        """Return whether a chunk can be used; False if it must be encoded. Raise `BadData` if it is corrupt or
-        foreign.
+    def find_unread(self, chunk: int) -> list[int] | None:
+        """Return the samples that were unreadable when a chunk was encoded; None if the chunk must be encoded.
 
-        A truncated file is an unfinished copy, which is encoded again. A complete file with other values was changed by
-        someone, which the user must know.
+        Every value is compared: a chunk that the disk or another program has changed is encoded again.
         """
         try:
             opened = self.open(chunk)
-            moments, good = opened.get_tensor(MOMENTS), opened.get_tensor(GOOD)
-        except (OSError, SafetensorError):
-            return False
-        if not bool(torch.isfinite(moments).all()):
-            raise build_cache_file_error(self.path(chunk), "it contains numbers that are not finite")
-        if opened.metadata().get("sha256") != _compute_moments_digest(moments, good):
-            raise build_cache_file_error(self.path(chunk), "its numbers have a different SHA-256 than was written")
-        return True
-
-    def unread(self, chunk: int) -> list[int]:
-        """Return the numbers of the samples that could not be read when the chunk was encoded."""
-        good = self.open(chunk).get_tensor(GOOD).tolist()
-        return [number for number, was_read in zip(self.numbers(chunk), good, strict=True) if not was_read]
+            rows = range(len(self.numbers(chunk)))
+            if not all(bool(torch.isfinite(opened.moments(row)).all()) for row in rows):
+                return None
+            return [number for row, number in zip(rows, self.numbers(chunk), strict=True) if not opened.is_good(row)]
+        except UNUSABLE:
+            return None
 
     def describe(self, about: Mapping[str, str]) -> None:
         """Write what the files depend on, unless it is written already. Raise `StorageFailed` if it cannot be
@@ -181,13 +191,8 @@ class LatentChunks:
             raise build_storage_error(f"{path} could not be written: {error}") from error
 
 
-def build_cache_file_error(path: Path, why: str) -> BadData:
-    """Return the error for a cache file that must not be used."""
-    return BadData(
-        f"{path} is not used: {why}",
-        allowed="latents that halfstep wrote there",
-        do=f"find out who changed it, then rm {path} and start again: it is encoded again",
-    )
+UNUSABLE = (OSError, StorageFailed, DamagedPages)
+"""Errors of a file that is missing, incomplete, damaged or of other latents."""
 
 
 def build_storage_error(given: str) -> StorageFailed:
@@ -197,13 +202,6 @@ def build_storage_error(given: str) -> StorageFailed:
         allowed="a writable cache folder, with room for the latents",
         do="make room, or set XDG_CACHE_HOME to a folder on a larger disk, or write data.cache_latents=false",
     )
-
-
-def _compute_moments_digest(moments: Tensor, good: Tensor) -> str:
-    digest = hashlib.sha256(f"{tuple(moments.shape)}".encode())
-    for tensor in (moments, good):
-        digest.update(content(tensor))
-    return digest.hexdigest()
 
 
 FOLDER = "latents"
@@ -220,36 +218,38 @@ class CachedLatents:
 
     def __init__(self, chunks: LatentChunks, notes: list[str]) -> None:
         self.chunks, self.notes = chunks, notes
-        self._opened: dict[int, Any] = {}
+        self._opened: dict[int, LatentFile] = {}
 
     def __len__(self) -> int:
         return self.chunks.samples
 
     def __getstate__(self) -> dict[str, object]:
-        # Open safetensors handles cannot be pickled; each worker opens its own.
+        # Each worker opens the files that it reads.
         return {**vars(self), "_opened": {}}
 
     def moments(self, number: int) -> Tensor | None:
         """Return the moments of a sample in fp32; None if it could not be read when the set was encoded.
 
-        Raise `BadData` if the file is gone or holds non-finite values.
+        Raise `BadData` if the file is gone or was changed.
         """
         chunk, row = divmod(number, PER_CHUNK)
-        path = self.chunks.path(chunk)
         try:
             opened = self._open(chunk)
-            if not bool(opened.get_slice(GOOD)[row : row + 1]):
+            if not opened.is_good(row):
                 return None
-            moments: Tensor = opened.get_slice(MOMENTS)[row : row + 1][0].clone()
-        except (OSError, SafetensorError) as error:
-            raise BadData(
-                f"{path} cannot be read any more: {error}",
-                allowed="latents that stay in place while a run uses them",
-                do="start the run again with the same command: missing latents are encoded again",
-            ) from error
+            moments = opened.moments(row)
+        except UNUSABLE as error:
+            raise self._failed(chunk, str(error) or "its content has changed since it was written") from error
         if not bool(torch.isfinite(moments).all()):
-            raise build_cache_file_error(path, f"it contains numbers that are not finite, in row {row}")
+            raise self._failed(chunk, f"it contains numbers that are not finite, in row {row}")
         return moments
+
+    def _failed(self, chunk: int, why: str) -> BadData:
+        return BadData(
+            f"{self.chunks.path(chunk)} cannot be read any more: {why}",
+            allowed="latents that stay unchanged while a run uses them",
+            do="start the run again with the same command: missing and damaged latents are encoded again",
+        )
 
     def spread(self, most: int = FAIR) -> Iterator[Tensor]:
         """Yield the moments of samples spread evenly over the source; each rank yields its share."""
@@ -258,7 +258,7 @@ class CachedLatents:
             if moments is not None:
                 yield moments
 
-    def _open(self, chunk: int) -> Any:
+    def _open(self, chunk: int) -> LatentFile:
         if chunk not in self._opened:
             if len(self._opened) >= MOST_OPEN:
                 # Dicts keep insertion order: the file opened first is closed.
@@ -277,6 +277,7 @@ def load_or_encode_latents(
     the size of the images. `on_progress` receives the progress on rank 0. Raise `BadData`, `StorageFailed`, or
     `NotBegun` on a signal.
     """
+    source = complete_source(source)
     # The key must be equal on all ranks, or each would look for another folder.
     words = distributed.run_on_rank_zero(lambda: collect_key_parts(encoding, source, parts))
     key = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
@@ -363,7 +364,8 @@ def _list_missing_chunks(encoding: MomentEncoder, source: Source, chunks: Latent
     first, step = resolve_local_ranks()
 
     def serves(chunk: int) -> bool:
-        return chunks.is_whole(chunk) and not any(map(is_good_now, chunks.unread(chunk)))
+        unread = chunks.find_unread(chunk)
+        return unread is not None and not any(map(is_good_now, unread))
 
     def is_good_now(number: int) -> bool:
         # A temporary disk error must not exclude a sample forever: try it again in every run.
@@ -402,8 +404,8 @@ class LatentSource(WrappedSource):
         if moments is None:
             self.source.read(index)  # raises the precise error
             raise BadSample(self.name(index), "it has no latents: it could not be read when they were encoded")
-        return {**read_without_image(self.source, index), "moments": moments}
+        return {**self.source.without_image(index), "moments": moments}
 
     def without_image(self, index: int) -> Sample:
         """Return a sample without decoding its image."""
-        return read_without_image(self.source, index)
+        return self.source.without_image(index)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.data.dataset import BadSample, Source, find_seal, resolve_index_number, split_source
+from halfstep.data.dataset import BadSample, Source, split_source
 from halfstep.data.embeddings import EmbeddingSource
 from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, UnlabeledImages, resolve_pair_folders
 from halfstep.data.image_files import find_files, list_folders, list_image_files, require_folder
 from halfstep.data.layout import HELD_OUT, check_store_data, is_store_address, resolve_data_path
+from halfstep.data.shards import Shards, find_shards
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
 from halfstep.data.synthetic.radio_maps import RadioMaps
 from halfstep.data.synthetic.shapes import ShapeLabels, ShapeMasks, ShapePictures
@@ -20,7 +21,6 @@ from halfstep.train.task import Split
 
 if TYPE_CHECKING:
     from halfstep.data.movi import MoviShards
-    from halfstep.data.shards import Shards
 
 CLIPS = f"a folder of frames or of such folders; a video or a folder of them ({', '.join(SUFFIXES)})"
 """The inputs of `open_clips`, in words."""
@@ -286,8 +286,8 @@ def _require_sample_part(sources: dict[Split, Source], part: str) -> dict[Split,
 
 
 def _build_missing_part_error(source: Source, part: str) -> BadData:
-    seal, name = find_seal(source), source.name(0)
-    unread = seal.shards.find_unread_column(part, resolve_index_number(source, 0)) if seal is not None else None
+    shards, name = find_shards(source), source.name(0)
+    unread = None if shards is None else shards.find_unread_column(part, source.index_in_base(0))
     if unread is None:
         return BadData(
             f"{name} has no {part}",

@@ -9,7 +9,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 from torch import Tensor
 
-from halfstep.data.dataset import BadSample, Source, Transform, read_without_image
+from halfstep.data.dataset import BadSample, Source, Transform
 from halfstep.errors import BadData
 from halfstep.precision.island import island
 from halfstep.precision.precision import widen
@@ -34,7 +34,7 @@ def read_first_conditions(source: Source, ready: Transform, part: str, count: in
         if len(found) == count:
             break
         try:
-            found.append(ready(read_without_image(source, index))[part])
+            found.append(ready(source.without_image(index))[part])
         except BadSample:
             continue
     if not found:
