@@ -58,7 +58,7 @@ sys.meta_path.insert(0, Gone())
 import halfstep
 LATER = ("halfstep.cli._", "halfstep.recipe", "halfstep.data", "halfstep.journal",
          "halfstep.checkpoint", "halfstep.train", "halfstep.runs", "halfstep.tasks",
-         "halfstep.draw", "halfstep.doctor", "halfstep.report", "halfstep.__main__", "halfstep.measure.recipe_case",
+         "halfstep.draw", "halfstep.doctor", "halfstep.report", "halfstep.__main__", "halfstep.guard.failed_steps",
          "halfstep.adapters.accelerate", "halfstep.adapters.lightning", "halfstep.adapters.transformers",
          "halfstep.adapters.replay", "halfstep.selftest.page", "halfstep.selftest.parts.resume")
 found = [m.name for m in pkgutil.walk_packages(halfstep.__path__, "halfstep.", onerror=lambda name: None)]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from halfstep.ownership import compute_boot_container_id, is_process_alive
+from halfstep.processes import compute_boot_container_id, is_process_alive
 
 SETTLED = 2.0
 """Seconds after its end from which a process counts as gone: what it sent before may still arrive."""

@@ -89,9 +89,9 @@ def _resolve_candidates(
     given: Subject, precisions: list[str], configs: bool, more: list[str]
 ) -> dict[str, tuple[str, ...]] | None:
     """Return settings by the name of a candidate; None if the candidates are precisions."""
-    from halfstep.measure.bench.bench import list_usual_arms
     from halfstep.measure.bench.comparison import parse_arms
     from halfstep.precision.names import parse_precision
+    from halfstep.runs.bench_recipe import list_usual_arms
 
     if not configs and not more:
         return None

@@ -25,7 +25,6 @@ from halfstep.data.dataset import (
     is_finite,
     seed_generators_temporarily,
 )
-from halfstep.data.to_device import move_to_device
 from halfstep.data.worker_processes import (
     POLL,
     SampleTimeout,
@@ -36,6 +35,7 @@ from halfstep.data.worker_processes import (
 )
 from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
 from halfstep.out_of_memory import convert_worker_error
+from halfstep.step.to_device import move_to_device
 
 if TYPE_CHECKING:
     from halfstep.data.shard_check import ShardSpotCheck

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from halfstep.errors import BadRecipe, Contradiction
+from halfstep.nearest_word import count_allowed_edits, count_edits, find_nearest_word
 from halfstep.precision.names import FLAGS, FORMATS, FP8_KINDS, SWITCHES, TF32, is_off, is_on, parse_precision_claims
 from halfstep.recipe.fields import (
     RecipeFields,
     build_recipe_fields,
-    count_allowed_edits,
-    count_edits,
-    find_nearest_word,
 )
 from halfstep.recipe.strict_yaml import NULL, parse_yaml_value
 

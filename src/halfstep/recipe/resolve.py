@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from halfstep.errors import BadRecipe, Contradiction, Unsafe
+from halfstep.nearest_word import find_nearest_word
 from halfstep.precision.names import (
     FLAGS,
     FORMATS,
@@ -30,7 +31,8 @@ from halfstep.precision.names import (
     parse_precision,
     parse_precision_settings,
 )
-from halfstep.recipe.fields import RecipeFields, build_recipe_fields, find_nearest_word
+from halfstep.recipe import schema
+from halfstep.recipe.fields import RecipeFields, build_recipe_fields
 from halfstep.recipe.names import (
     ELSEWHERE,
     FOREIGN_SECTIONS,
@@ -404,3 +406,21 @@ def _expand_home(folder: str) -> str:
             allowed="a path",
             do="write the path out",
         ) from None
+
+
+_SECTIONS: dict[str, type[schema.Section]] = {
+    "optimizer": schema.OptimizerOptions,
+    "schedule": schema.ScheduleOptions,
+    "loss_scale": schema.LossScaleOptions,
+    "train": schema.TrainOptions,
+}
+
+
+def explain_value_refusal(key: str, value: object) -> str | None:
+    """Return why a setting that all tasks share refuses a value; None if it accepts it."""
+    section, _, name = key.partition(".")
+    try:
+        _SECTIONS[section].model_validate({name: value})
+    except ValidationError as error:
+        return error.errors()[0]["msg"][:80].lower()
+    return None

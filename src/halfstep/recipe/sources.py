@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.errors import BadRecipe, Unsafe
-from halfstep.recipe.fields import find_nearest_word
+from halfstep.nearest_word import find_nearest_word
 from halfstep.recipe.strict_yaml import LARGEST_FILE, build_file_size_error, decode_utf8, parse_yaml
 
 _ENDINGS = (".yaml", ".yml")
