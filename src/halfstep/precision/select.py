@@ -167,13 +167,15 @@ def choose_precision(
         return _choose_by_policy(named, here, fallback=fallback, measured=measured, fresh=fresh)
 
     def decide() -> PrecisionDecision:
-        from halfstep.precision import probe
-
         if named.name == AMP:
             return _decide_sixteen_bits(here, fallback)
         if named.name != AUTO:
             return _decide_by_name(named.name, here, fallback)
-        known = measured if measured or isinstance(device, Device) else probe.measure_speedups(here, fresh=fresh)
+        known = measured
+        if not measured and not isinstance(device, Device):
+            from halfstep.precision.probe import measure_speedups  # a precision by name needs no measurement
+
+            known = measure_speedups(here, fresh=fresh)
         return _decide_by_speed(here, known) if known else _decide_by_table(here, _PREFERRED)
 
     decision = decide_on_rank_zero(decide)

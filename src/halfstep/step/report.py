@@ -64,7 +64,7 @@ class StepReport(NamedTuple):
 
     def page(self) -> Page:
         """Return the page about it: applied or skipped and why, and the numbers of each optimizer."""
-        from halfstep.page import Page, Paragraph, Span, build_number_table
+        from halfstep.page import Page, Paragraph, Span, build_number_table  # a loop needs none
 
         attempt = f"attempt {self.attempt}: "
         what = Span(f"step {self.step} applied", "good")
