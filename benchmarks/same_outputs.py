@@ -83,7 +83,7 @@ recipes explain unet --json
 recipes explain text_tiny
 recipes schema segmentation
 train segmentation_tiny --show
-train unet --show --json
+train unet train.seed=1 --show --json
 train unett
 train segmentation_tiny --batch_sise 4
 train unet train.epochs=x
@@ -167,7 +167,7 @@ status masks --json
 EXCHANGED = (
     (re.compile(r"\b[0-9a-f]{64}\b|\b[0-9a-f]{40}\b|\b[0-9a-f]{16}\b|\b[0-9a-f]{12}\b"), "DIGEST"),
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d:\d\d)?"), "DATE"),
-    (re.compile(r"\b\d[\d,]*(\.\d+)? (ms|s|min|h)\b"), "DURATION"),
+    (re.compile(r"\b\d[\d,]*(\.\d+)? (ms|s|min|h)\b|\bnow\b(?= *│?$)", re.MULTILINE), "DURATION"),
 )
 MEASUREMENTS = (
     (re.compile(r"-?\d[\d,]*(\.\d+)?(e[+-]?\d+)?"), "#"),
