@@ -4,9 +4,10 @@
     python benchmarks/same_outputs.py --against before.json  # at the commit after it
 
 Each command runs in a process of its own, as a page or with --json, in a temporary folder with four small runs, a case
-and a project. Standard output, standard error and the exit code are compared byte for byte, after the folder, the
-version, dates and digests are replaced. Of commands that measure, numbers and the padding of tables are replaced too.
-Two recordings of the same commit list the commands whose output depends on the load of the machine.
+and a project. Standard output, standard error and the exit code are compared byte for byte, after the folder, dates,
+durations and digests are replaced; lines of progress, which appear on a busy machine, are left out. Of commands that
+measure, numbers and the padding of tables are replaced too. Two recordings of the same commit list the commands whose
+output depends on the load of the machine.
 """
 
 from __future__ import annotations
@@ -168,6 +169,8 @@ EXCHANGED = (
     (re.compile(r"\b[0-9a-f]{64}\b|\b[0-9a-f]{40}\b|\b[0-9a-f]{16}\b|\b[0-9a-f]{12}\b"), "DIGEST"),
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d:\d\d)?"), "DATE"),
     (re.compile(r"\b\d[\d,]*(\.\d+)? (ms|s|min|h)\b|\bnow\b(?= *│?$)", re.MULTILINE), "DURATION"),
+    (re.compile(r"^\w+: \d+ of \d+ .* left\n", re.MULTILINE), ""),
+    (re.compile(r"(limited by |limited_by\": \")[a-z ]+"), r"\1CAUSE"),
 )
 MEASUREMENTS = (
     (re.compile(r"-?\d[\d,]*(\.\d+)?(e[+-]?\d+)?"), "#"),

@@ -150,3 +150,22 @@ def test_links_in_the_front_pages_lead_somewhere() -> None:
         text = (ROOT / page).read_text()
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+
+
+@pytest.mark.slow
+def test_a_case_loads_nothing_of_the_trainer() -> None:
+    code = """
+import contextlib, io, sys
+from halfstep.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    for words in (["audit", "tests.support.cases:linear", "--precision", "bf16"],
+                  ["estimate", "tests.support.cases:linear", "--device", "t4", "--no-search"]):
+        sys.argv = ["halfstep", *words]
+        with contextlib.suppress(SystemExit):
+            main()
+assert "linear" in shown.getvalue(), shown.getvalue()
+trainer = tuple(f"halfstep.{name}" for name in ("recipe", "data", "journal", "checkpoint", "train", "tasks", "runs"))
+print([name for name in sys.modules if name.startswith(trainer)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout
