@@ -17,7 +17,7 @@ from pathlib import Path
 
 from halfstep import files
 from halfstep.errors import CANNOT_CREATE, STORAGE, FolderLost, advise_adding_option
-from halfstep.processes import RecordedProcess
+from halfstep.peers import RecordedProcess
 
 LOCK = ".lock"
 LONGEST = 4096

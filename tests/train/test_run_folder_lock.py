@@ -20,7 +20,7 @@ import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError
 from halfstep.ownership import LOCK
-from halfstep.processes import compute_boot_container_id
+from halfstep.peers import compute_boot_container_id
 from halfstep.train.run_folder import lock_folder
 
 FORK = multiprocessing.get_context("fork")

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from halfstep.errors import BadRecipe, Contradiction, Unsafe
-from halfstep.nearest_word import find_nearest_word
 from halfstep.precision.names import (
     FLAGS,
     FORMATS,
@@ -341,6 +340,8 @@ def _format_key(location: tuple[str | int, ...], kind: str, fields: RecipeFields
 
 
 def _build_complaint(key: str, kind: str, value: Any, fields: RecipeFields) -> Complaint:
+    from halfstep.nearest_word import find_nearest_word
+
     allowed = fields.allowed(key, "keys with values")
     if kind == "missing":
         return Complaint(f"{key} is missing", allowed, f"add {key}")
@@ -355,6 +356,8 @@ def _build_complaint(key: str, kind: str, value: Any, fields: RecipeFields) -> C
 
 
 def _build_unknown_complaint(key: str, fields: RecipeFields) -> Complaint:
+    from halfstep.nearest_word import find_nearest_word
+
     # Shortened, and without characters that could control a terminal.
     given = f"{key[:80] if key[:80].isprintable() else repr(key[:80])[1:-1]} is not known"
     section, _, name = key[:200].rpartition(".")

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 from halfstep import distributed
-from halfstep.cpu_cores import count_cores, count_cores_per_rank
 from halfstep.data.dataset import (
     Collate,
     Order,
@@ -27,7 +26,7 @@ from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
 from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.data.recorded_files import RecordedFiles
 from halfstep.errors import BadData, RanksDisagree
-from halfstep.launch_variables import read_launched_rank
+from halfstep.launch_variables import count_cores, count_cores_per_rank, read_launched_rank
 from halfstep.train.setup import AnyRecipe
 from halfstep.train.signals import interrupt_on_signal
 from halfstep.train.task import Split, Task

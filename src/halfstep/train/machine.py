@@ -6,9 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.cpu_cores import count_cores_per_rank
 from halfstep.host_memory import read_total_memory
-from halfstep.launch_variables import read_launched_rank
+from halfstep.launch_variables import count_cores_per_rank, read_launched_rank
 
 GIGA = 2**30
 CORE, ACCELERATOR = 30e9, 5e12

@@ -32,7 +32,7 @@ from halfstep.errors import (
 from halfstep.files import check_ownership, find_draft_target, read_json, write_text
 from halfstep.journal.jsonl import is_earlier_part
 from halfstep.ownership import LOCK, FolderOwnership, read_holder
-from halfstep.processes import RecordedProcess, is_process_alive
+from halfstep.peers import RecordedProcess, is_process_alive
 from halfstep.recipe.changes import (
     BATCH,
     EXTEND,

@@ -19,8 +19,8 @@ from halfstep.clock import (
     iterate_interleaved_times,
     read_clock_without_queue,
 )
-from halfstep.cpu_cores import count_cores, count_cores_per_rank
 from halfstep.errors import PrecisionRefused, WrongUse
+from halfstep.launch_variables import count_cores, count_cores_per_rank
 from halfstep.measure.batches import count_samples, resize_batch
 from halfstep.measure.batches import move_batch as placed_batch
 from halfstep.measure.candidate import Candidate
