@@ -36,8 +36,8 @@ from halfstep.errors import HalfstepError
 from halfstep.journal.jsonl import JOURNAL, read_events
 from halfstep.measure.candidate import Candidate, measure_update_peak
 from halfstep.measure.conditions import collect_conditions, describe_conditions, describe_load_problem
-from halfstep.measure.recipe_case import build_recipe_case
 from halfstep.runs.finished import load_saved_task
+from halfstep.runs.recipe_case import build_recipe_case
 from halfstep.tasks.text import Text
 
 RECORD = Path(__file__).with_suffix(".json")

@@ -34,9 +34,9 @@ from halfstep.data.tokenizing import write_tokens
 from halfstep.journal.jsonl import JOURNAL, read_events
 from halfstep.measure.conditions import collect_conditions, describe_conditions, describe_load_problem
 from halfstep.measure.parity import compare_paired_metrics, compute_margin, compute_smallest_margin
-from halfstep.measure.recipe_case import build_recipe_case
 from halfstep.precision.hardware import describe_device, find_format_support
 from halfstep.precision.precision import resolve_precision_name
+from halfstep.runs.recipe_case import build_recipe_case
 
 RECORD = Path(__file__).with_suffix(".json")
 SMALL = ["model.width=160", "model.layers=4", "model.mlp=432", "train.steps=60", "schedule.warmup_steps=5"]

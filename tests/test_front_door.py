@@ -58,7 +58,7 @@ sys.meta_path.insert(0, Gone())
 import halfstep
 LATER = ("halfstep.cli._", "halfstep.recipe", "halfstep.data", "halfstep.journal",
          "halfstep.checkpoint", "halfstep.train", "halfstep.runs", "halfstep.tasks",
-         "halfstep.draw", "halfstep.doctor", "halfstep.report", "halfstep.__main__", "halfstep.measure.recipe_case",
+         "halfstep.draw", "halfstep.doctor", "halfstep.report", "halfstep.__main__", "halfstep.guard.failed_steps",
          "halfstep.adapters.accelerate", "halfstep.adapters.lightning", "halfstep.adapters.transformers",
          "halfstep.adapters.replay", "halfstep.selftest.page", "halfstep.selftest.parts.resume")
 found = [m.name for m in pkgutil.walk_packages(halfstep.__path__, "halfstep.", onerror=lambda name: None)]
@@ -150,3 +150,22 @@ def test_links_in_the_front_pages_lead_somewhere() -> None:
         text = (ROOT / page).read_text()
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+
+
+@pytest.mark.slow
+def test_a_case_loads_nothing_of_the_trainer() -> None:
+    code = """
+import contextlib, io, sys
+from halfstep.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    for words in (["audit", "tests.support.cases:linear", "--precision", "bf16"],
+                  ["estimate", "tests.support.cases:linear", "--device", "t4", "--no-search"]):
+        sys.argv = ["halfstep", *words]
+        with contextlib.suppress(SystemExit):
+            main()
+assert "linear" in shown.getvalue(), shown.getvalue()
+trainer = tuple(f"halfstep.{name}" for name in ("recipe", "data", "journal", "checkpoint", "train", "tasks", "runs"))
+print([name for name in sys.modules if name.startswith(trainer)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,15 @@ ROOT = SOURCE.parents[1]
 GROUND = {"_version", "errors", "formats", "finding", "clock", "files", "terminal", "user_code", "distributed"}
 GROUND |= {"printable", "status_line", "host_memory", "out_of_memory", "safetensors_header", "ownership"}
 GROUND |= {"deadline", "peers", "stop_signals", "launch_variables", "json_data", "status_files", "page", "numbers"}
-GROUND |= {"callable_package", "random_state", "metric_names"}
+GROUND |= {
+    "callable_package",
+    "random_state",
+    "metric_names",
+    "nearest_word",
+    "processes",
+    "cpu_cores",
+    "save_interval",
+}
 
 # Every layer, lowest first: its name, the layers that it stands on, and what it owns. It may import those it stands
 # on and all below them. CONTRIBUTING's picture is made from this list: `python -m tests.test_layers`.
@@ -26,20 +35,33 @@ LAYERS: list[tuple[str, tuple[str, ...], str]] = [
     ("observe", ("precision",), "the operations that torch runs: formats, first non-finite numbers, lint"),
     ("step", ("observe",), "one update, all or nothing, on one rank or many"),
     ("guard", ("step",), "alarms, monitors, the diagnosis of a failed step, its repair"),
-    ("recipe", ("precision",), "a run as data: its schema, overrides, aliases, mistakes"),
-    ("checkpoint", ("ground",), "atomic saves and their digests"),
-    ("data", ("draw", "checkpoint", "store"), "samples: sources, order, loader, checks"),
+    ("measure", ("guard",), "audit, bench, estimate, plan, profile, survival"),
+    ("checkpoint", ("ground",), "atomic saves and their digests, of runs and of failed steps"),
+    ("failed_steps", ("guard", "checkpoint"), "failed steps on disk, in guard/failed_steps"),
+    ("adapters", ("failed_steps",), "halfstep in the loops of other libraries"),
+    ("recipe_yaml", ("ground",), "recipes as YAML: recipe/strict_yaml and recipe/sources"),
+    ("recipe", ("precision", "recipe_yaml"), "a run as data: its schema, overrides, aliases, mistakes"),
+    ("data", ("step", "checkpoint", "store"), "samples: sources, order, loader, checks"),
     ("journal", ("recipe",), "events of a run and their listeners"),
-    ("train", ("guard", "data", "journal"), "the loop, evaluation, resuming, failed steps, the run's folder"),
+    ("train", ("failed_steps", "data", "journal"), "the loop, evaluation, resuming, the run's folder"),
     ("tasks", ("train",), "segmentation, classification, diffusion, slots, and their models"),
-    ("runs", ("tasks",), "operations on a run: start, reopen, export, replay"),
-    ("measure", ("runs",), "audit, bench, estimate, plan, profile, survival"),
-    ("report", ("measure",), "one-page reports of runs, bench results and plans, from plain data"),
-    ("selftest", ("measure",), "tests of halfstep's guarantees on the local device, in parts"),
-    ("doctor", ("recipe", "store"), "settings from every source, and contradictions between them"),
-    ("adapters", ("train",), "halfstep in the loops of other libraries"),
+    ("runs", ("tasks", "measure"), "operations on a run: start, reopen, export, replay; measuring a recipe"),
+    ("report", ("runs",), "one-page reports of runs, bench results and plans, from plain data"),
+    ("selftest", ("runs",), "tests of halfstep's guarantees on the local device, in parts"),
+    ("doctor", ("precision", "recipe_yaml", "store"), "settings from every source, and contradictions between them"),
     ("cli", ("selftest", "report", "doctor", "adapters"), "commands and the pages that they print"),
 ]
+LIBRARY = {"ground", "store", "draw", "precision", "observe", "step", "guard", "measure"}
+LIBRARY |= {"checkpoint", "failed_steps", "adapters"}
+"""What a person with a loop of their own imports: nothing of it needs a recipe, a data set or a run's folder."""
+TRAINER = {"recipe", "recipe_yaml", "data", "journal", "train", "tasks", "runs", "report", "cli"}
+"""The trainer stands on the library."""
+ROOMS = {
+    ("guard", "failed_steps"): "failed_steps",
+    ("recipe", "strict_yaml"): "recipe_yaml",
+    ("recipe", "sources"): "recipe_yaml",
+}
+"""Parts of a folder that are layers themselves."""
 # Tasks return pictures as arrays; who draws them is decided above and below.
 NEVER = {"tasks": {"draw"}}
 
@@ -54,7 +76,7 @@ def below() -> dict[str, set[str]]:
 
 def picture() -> str:
     """The layers as text, highest first."""
-    lines = [f"{name:11}{owns:76}{'-> ' + ', '.join(on) if on else ''}".rstrip() for name, on, owns in LAYERS[::-1]]
+    lines = [f"{name:13}{owns:76}{'-> ' + ', '.join(on) if on else ''}".rstrip() for name, on, owns in LAYERS[::-1]]
     return "\n".join(lines)
 
 
@@ -85,7 +107,8 @@ def layer(parts: tuple[str, ...]) -> str | None:
     """The layer of a module path below halfstep; None for the package's own front door."""
     if parts and parts[0] in GROUND:
         return "ground"
-    return parts[0] if parts and parts[0] in BELOW else None
+    room = ROOMS.get(parts[:2])
+    return room or (parts[0] if parts and parts[0] in BELOW else None)
 
 
 def files() -> list[Path]:
@@ -123,6 +146,17 @@ def upward_arrows(path: Path, tree: ast.AST) -> list[str]:
     return arrows
 
 
+def arrows_into(tower: set[str], path: Path, tree: ast.AST) -> list[str]:
+    """Return the imports of a tower's modules, those by a name in a string included."""
+    named = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    modules = [tuple(name.split(".")[1:]) for name in named if re.fullmatch(r"halfstep(\.[a-z_]+)+", name)]
+    return [
+        f"{path.relative_to(SOURCE)} imports halfstep.{'.'.join(target)}"
+        for target in [*imported(tree), *modules]
+        if layer(target) in tower
+    ]
+
+
 def words_about_dtypes(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):
@@ -139,13 +173,29 @@ def words_about_dtypes(tree: ast.AST) -> list[str]:
 
 def test_every_folder_is_a_known_layer() -> None:
     folders = {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
-    assert folders <= set(BELOW) | {"recipes"}
+    assert folders <= set(BELOW) - set(ROOMS.values()) | {"recipes"}
+    assert all((SOURCE / folder / name).exists() or (SOURCE / folder / f"{name}.py").exists() for folder, name in ROOMS)
     modules = {p.stem for p in SOURCE.glob("*.py")} - {"__init__", "__main__"}
     assert modules <= GROUND
 
 
 def test_imports_point_down() -> None:
     assert [arrow for path, tree in parsed().items() for arrow in upward_arrows(path, tree)] == []
+
+
+def test_the_library_imports_nothing_of_the_trainer() -> None:
+    """By the list of layers, and by every import, also by one inside a function or by a name in a string."""
+    assert {name: BELOW[name] - LIBRARY for name in LIBRARY if BELOW[name] - LIBRARY} == {}
+    assert BELOW["doctor"] & TRAINER == {"recipe_yaml"}
+    assert LIBRARY.isdisjoint(TRAINER)
+    assert LIBRARY | TRAINER | {"doctor", "selftest"} == set(BELOW)
+    ours = {
+        path: tree
+        for path, tree in parsed().items()
+        if layer(path.relative_to(SOURCE).with_suffix("").parts) in LIBRARY
+    }
+    assert len(ours) > 150
+    assert [arrow for path, tree in ours.items() for arrow in arrows_into(TRAINER, path, tree)] == []
 
 
 def test_upper_layers_speak_no_dtype() -> None:
@@ -173,10 +223,22 @@ def test_the_step_is_usable_alone() -> None:
         ("observe/bad.py", "def f():\n    from halfstep.step import lane", 1),
         ("tasks/bad.py", "from halfstep.draw.curves import plot", 1),
         ("train/fine.py", "from halfstep.draw.curves import plot", 0),
+        ("measure/bad.py", "from halfstep.runs.recipe_case import build_recipe_case", 1),
+        ("guard/bad.py", "from halfstep.checkpoint.packing import pack_state", 1),
+        ("guard/failed_steps/fine.py", "from halfstep.checkpoint.packing import pack_state", 0),
+        ("adapters/bad.py", "from halfstep.recipe.sources import read_recipe", 1),
+        ("doctor/fine.py", "from halfstep.recipe.sources import read_recipe_text", 0),
+        ("doctor/bad.py", "from halfstep.recipe.schema import GuardOptions", 1),
+        ("runs/fine.py", "from halfstep.measure.case import Case", 0),
     ],
 )
 def test_the_arrow_check_can_fail(place: str, code: str, wrong: int) -> None:
     assert len(upward_arrows(SOURCE / place, ast.parse(code))) == wrong
+
+
+def test_a_trainer_module_by_its_name_is_an_arrow_too() -> None:
+    lazy = ast.parse("import importlib\nimportlib.import_module('halfstep.runs.recipe_case')")
+    assert len(arrows_into(TRAINER, SOURCE / "measure" / "bad.py", lazy)) == 1
 
 
 @pytest.mark.parametrize(

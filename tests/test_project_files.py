@@ -13,8 +13,8 @@ import yaml
 
 import halfstep
 from halfstep.checkpoint import sealed
+from halfstep.guard.failed_steps import reading
 from halfstep.journal import events
-from halfstep.train.failed_steps import reading
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

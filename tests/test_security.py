@@ -52,7 +52,7 @@ ALLOWED = {
     "tasks/models/latent/pretrained.py": {"kind.from_pretrained"},
     # Processes of our own, which speak JSON lines, or pickle between parent and child.
     "measure/worker_process.py": {"subprocess.Popen"},
-    "measure/bench/runs.py": {"subprocess.Popen"},
+    "runs/bench_recipe.py": {"subprocess.Popen"},
     "cli/_out_of_memory.py": {"subprocess.run"},
     "selftest/parts/ranks.py": {"ProcessPoolExecutor"},
     "data/loader.py": {"DataLoader"},

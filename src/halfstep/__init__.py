@@ -13,6 +13,8 @@ import typing as _typing
 import warnings as _warnings
 
 from halfstep._version import __version__ as __version__
+from halfstep.measure.recipe_opener import RecipeOpener as _RecipeOpener
+from halfstep.measure.recipe_opener import register_recipe_opener as _register_recipe_opener
 
 if _importlib_util.find_spec("numpy") is None:
     # torch reports this when it is imported; the core needs no NumPy.
@@ -112,6 +114,16 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
+
+
+def _load_recipe_opener() -> _RecipeOpener:
+    from halfstep.runs.recipe_opener import TrainerRecipes
+
+    return TrainerRecipes()
+
+
+# The trainer stands on the library; only here, where every process starts, may the library learn of it.
+_register_recipe_opener(_load_recipe_opener)
 
 
 def __getattr__(name: str) -> _typing.Any:

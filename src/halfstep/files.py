@@ -12,20 +12,48 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints
 
 from halfstep.errors import FolderTaken, StorageFailed
-from halfstep.ownership import check_ownership, find_ownership
 
 T = TypeVar("T")
 LARGEST_JSON = 16 * 2**20
 """Bytes. No JSON file that halfstep writes comes near this size, so a larger one is not ours."""
 _DRAFT = re.compile(r"\.(?P<name>.+?)\.[0-9]+(\.[0-9a-f]{16})?")
 """The name of a draft, with the name of the file that it was to replace; those of earlier versions have no token."""
+
+
+class FolderOwner(Protocol):
+    """The claim of this process on a folder."""
+
+    def check(self) -> None:
+        """Raise FolderLost if the folder is no longer this process's own."""
+
+    def covers(self, path: Path) -> bool:
+        """Return whether `path` is the folder or below it."""
+
+
+_owner_searches: list[Callable[[Path], FolderOwner | None]] = []
+
+
+def register_owner_search(search: Callable[[Path], FolderOwner | None]) -> None:
+    """Register the function that finds the claim on a folder; without one, this process has claimed none."""
+    _owner_searches.append(search)
+
+
+def _find_owner(path: Path) -> FolderOwner | None:
+    return next((owner for search in _owner_searches if (owner := search(path)) is not None), None)
+
+
+def check_ownership(path: Path) -> None:
+    """Raise FolderLost where `path` is in a folder that this process had claimed, and that is no longer its own."""
+    owner = _find_owner(path)
+    if owner is not None:
+        owner.check()
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -120,7 +148,7 @@ def create_parent_folder(path: Path) -> None:
 
     In the folder of this process's run, raise FolderLost if it is no longer the run's own; never create it anew.
     """
-    owner = find_ownership(path)
+    owner = _find_owner(path)
     if owner is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -45,3 +47,39 @@ def _collect_attributes(value: Any) -> dict[str, Any]:
     paths = getattr(value, "json_keys", ()) or getattr(value, "_fields", ()) or [field.name for field in fields(value)]
     named = (path.partition("=") if "=" in path else (path.rpartition(".")[2], "", path) for path in paths)
     return {key: convert_to_json_data(attrgetter(path)(value)) for key, _, path in named}
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a number or text for a value that JSON cannot represent, such as a path or a NumPy number."""
+    try:
+        return _replace_nonfinite(float(value))
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+
+
+_STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_to_plain)
+
+
+def convert_to_strict_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content as it is read back from a line: numbers that are not finite are words."""
+    return dict(json.loads(format_json_line(dict(content))))
+
+
+def format_json_line(content: Mapping[str, object]) -> str:
+    """Return the content as one line of strict JSON; non-finite numbers become the words NaN, Infinity, -Infinity."""
+    # Nearly all values are finite, and need no second pass.
+    try:
+        return _STRICT.encode(content) + "\n"
+    except ValueError:
+        return _STRICT.encode(_replace_nonfinite(content)) + "\n"
+
+
+def _replace_nonfinite(value: Any) -> Any:
+    """Return the value with words instead of non-finite numbers."""
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {key: _replace_nonfinite(inner) for key, inner in value.items()}
+    return [_replace_nonfinite(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -102,3 +102,13 @@ def _choose_port(environment: Mapping[str, str]) -> int:
     # Slurm numbers the steps of a batch script itself, and of containers, from the end of 32 bits.
     job, step = (read_number_variable(name, environment, 0, 0, 2**32) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return PORTS[(31 * job + step) % len(PORTS)]
+
+
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_cores_per_rank() -> int:
+    """Return the cores of this host for each rank on it."""
+    return max(1, count_cores() // (read_launched_rank().local_world_size or 1))

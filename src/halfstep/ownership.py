@@ -9,83 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
-import re
-import socket
 import stat
 import threading
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
+from halfstep import files
 from halfstep.errors import CANNOT_CREATE, STORAGE, FolderLost, advise_adding_option
+from halfstep.peers import RecordedProcess
 
 LOCK = ".lock"
 LONGEST = 4096
 """Bytes read from a lock file: another program may have written it."""
-CLOCK_ERROR = 2.0
-"""Seconds by which the start of a process may be wrong: files have whole seconds, and the system rounds."""
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 """Error numbers of a path that leads nowhere; any other may pass, as that of a network disk that is away."""
-_TOKEN = re.compile(r"[0-9a-f]{16}")
-
-
-@dataclass(frozen=True)
-class RecordedProcess:
-    """A process as a file names it. Other programs may have written it: process ids are reused, files are copied."""
-
-    pid: int
-    host: str
-    since: str
-    machine: str = ""
-    """See `compute_boot_container_id`; empty in files of earlier versions."""
-    launch: str = ""
-    """The token of its launch; empty in files of earlier versions."""
-
-    @classmethod
-    def read(cls, content: Any) -> RecordedProcess | None:
-        """Return the holder in the parsed content of a file; None if it names none."""
-        match content:
-            case {"pid": int(pid), "host": str(host), "since": str(since)} if _is_printable_text(host, since):
-                machine, launch = content.get("machine"), content.get("launch")
-                return cls(
-                    pid, host, since, machine if isinstance(machine, str) else "", parse_launch_token(launch) or ""
-                )
-        return None
-
-    @classmethod
-    def own(cls, launch: str) -> RecordedProcess:
-        """Return this process as a holder."""
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(os.getpid(), socket.gethostname(), since, compute_boot_container_id(), launch)
-
-    @property
-    def is_here(self) -> bool:
-        """Return whether its process id is one of this host."""
-        return self.host == socket.gethostname() and self.machine in ("", compute_boot_container_id())
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since}"
-
-
-def parse_launch_token(value: Any) -> str | None:
-    """Return a value of a file that has the form of a launch token; None for any other."""
-    return value if isinstance(value, str) and _TOKEN.fullmatch(value) else None
-
-
-def compute_boot_container_id() -> str:
-    """Return what tells two hosts of one name apart: a digest of the boot and of the container; empty if not known.
-
-    A pod that is replaced keeps its name, and may have its process ids again, while the old one is still running.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        return hashlib.sha256(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:16]
-    except (OSError, ValueError):  # not Linux
-        return ""
 
 
 def read_holder(descriptor: int) -> RecordedProcess | None:
@@ -94,26 +32,6 @@ def read_holder(descriptor: int) -> RecordedProcess | None:
         return RecordedProcess.read(json.loads(os.pread(descriptor, LONGEST, 0)))
     except (ValueError, RecursionError):
         return None
-
-
-def is_process_alive(pid: int, since: float) -> bool:
-    """Return whether this host has a process of this id that had started at the time `since`, 0 where not known."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        # Process ids are reused, and the first process of each container has the id 1: one that started later is
-        # another one.
-        is_over = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        return not is_over and (not since or process.create_time() < since + CLOCK_ERROR)
-    except (psutil.NoSuchProcess, OSError, ValueError, OverflowError):
-        return False
-    except psutil.Error:  # it is another user's
-        return True
-
-
-def _is_printable_text(*words: str) -> bool:
-    return all(word.isprintable() and 0 < len(word) <= 255 for word in words)
 
 
 class FolderOwnership:
@@ -273,13 +191,6 @@ def find_ownership(path: Path) -> FolderOwnership | None:
     return max(found, key=lambda one: len(one.folder.parts), default=None)
 
 
-def check_ownership(path: Path) -> None:
-    """Raise FolderLost where `path` is in a folder that this process had claimed, and that is no longer its own."""
-    owner = find_ownership(path)
-    if owner is not None:
-        owner.check()
-
-
 def _release_in_child() -> None:
     """Give all claims up in a forked child, such as a data worker: an open `.lock` there would outlive the run."""
     for one in tuple(_owned):
@@ -290,3 +201,5 @@ def _release_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_release_in_child)
+
+files.register_owner_search(find_ownership)

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from halfstep.files import parse_known_fields, read_json
-from halfstep.ownership import RecordedProcess, is_process_alive
+from halfstep.peers import RecordedProcess, is_process_alive
 
 RUNNING, ENDED = "running", "ended"
 HEARTBEAT = 5.0
@@ -54,7 +54,7 @@ class RankStatusRecord:
     pid: int | None = None
     host: str | None = None
     machine: str | None = None
-    """See `ownership.compute_boot_container_id`."""
+    """See `peers.compute_boot_container_id`."""
     job: str | None = None
     rank: int | None = None
     since: str | None = None

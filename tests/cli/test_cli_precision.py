@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
 from halfstep.journal.jsonl import read_events
-from halfstep.precision import select
+from halfstep.precision import probe, select
 from tests.support.devices import named
 
 SHORT = ["train.steps=1", "data.samples=8", "train.batch_size=4", "run.pictures=0"]
@@ -94,7 +94,7 @@ def test_strict_refuses_what_cannot_run_as_named(
 def test_doctor_strict_means_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     on("Core i7", monkeypatch)
     monkeypatch.setattr("halfstep.precision.hardware.describe_device", lambda _: named("Core i7"))
-    monkeypatch.setattr("halfstep.precision.probe.measure_speedups", lambda *_, **__: select.Measurements({}, {}, 0.0))
+    monkeypatch.setattr("halfstep.precision.probe.measure_speedups", lambda *_, **__: probe.Measurements({}, {}, 0.0))
     for words, precision, finding in (
         ([], "fp32", "precision.substituted"),
         (["--strict"], "bf16", "precision.slow"),

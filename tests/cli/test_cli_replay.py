@@ -19,13 +19,13 @@ from typer.testing import CliRunner, Result
 from halfstep.checkpoint.sealed import MANIFEST, add_seal, name_state_file
 from halfstep.cli.main import build
 from halfstep.errors import Diverged
+from halfstep.guard.failed_steps.reading import list_failed_steps, read_failed_step
 from halfstep.journal.events import Journal
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import load_task_file
 from halfstep.runs.resolve import resolve_run_recipe
 from halfstep.step.rerun import ReplayConfig, rerun_step
-from halfstep.train.failed_steps.reading import list_failed_steps, read_failed_step
 from halfstep.train.run import make_loop
 from halfstep.train.run_folder import open_run
 from tests.support import forked_python

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.checkpoint.sealed import name_tensors_file
-from halfstep.train.failed_steps.reading import FAILED_STEPS, list_failed_steps
+from halfstep.guard.failed_steps.reading import FAILED_STEPS, list_failed_steps
 from tests.cli.test_cli_replay import halfstep
 from tests.support.troubled import InOneModule, fit
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 
+from halfstep.doctor.checkup import DEFAULT_GUARD
 from halfstep.doctor.settings import FoundSetting
 from halfstep.doctor.sources import (
     NOT_GIVEN,
@@ -18,6 +19,7 @@ from halfstep.doctor.sources import (
     from_recipe,
 )
 from halfstep.errors import BadRecipe, HalfstepError, MissingExtra, PrecisionRefused, UnknownName, Unsafe
+from halfstep.recipe.schema import GuardOptions
 
 GUIDE = """\
 model:
@@ -228,3 +230,7 @@ def test_without_yaml_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(MissingExtra, match=r"halfstep\[train\]"):
         from_recipe(written(tmp_path, GUIDE))
+
+
+def test_a_recipe_without_a_guard_has_that_of_the_schema() -> None:
+    assert GuardOptions().mode == DEFAULT_GUARD

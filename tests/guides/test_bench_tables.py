@@ -11,10 +11,11 @@ from typer.testing import CliRunner, Result
 
 from halfstep.cli.main import build
 from halfstep.errors import HalfstepError, WrongUse
-from halfstep.measure.bench.bench import bench, list_usual_arms, run_bench_arms
+from halfstep.measure.bench.bench import bench, run_bench_arms
 from halfstep.measure.bench.comparison import BenchMetric, CandidateConfig, RunResult, parse_arms
 from halfstep.measure.bench.page import Bench, suggest_bench_command
 from halfstep.measure.subject import Subject
+from halfstep.runs.bench_recipe import list_usual_arms
 
 SMALL = ["data.samples=24", "data.size=16", "train.batch_size=4", "model.width=4", "model.depth=2", "run.pictures=0"]
 

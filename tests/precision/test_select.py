@@ -209,7 +209,7 @@ def test_auto_measures_a_device_that_is_here(monkeypatch: pytest.MonkeyPatch) ->
         seen.append((device.name, fresh))
         return measured(bf16=0.9)
 
-    monkeypatch.setattr(select, "measure_speedups", fake)
+    monkeypatch.setattr("halfstep.precision.probe.measure_speedups", fake)
     assert choose_precision("auto", device="cpu", fresh=True).precision.name == "fp32"
     assert choose_precision("bf16", device="cpu").precision.name == "bf16"
     assert seen == [("Xeon with AMX", True)]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.adapters import grad_scaler
 from halfstep.adapters.hosted_step import check_adapter_options
 from halfstep.errors import PrecisionRefused, WrongUse
 from halfstep.precision import select
@@ -94,7 +93,7 @@ def test_a_grad_scaler_by_name() -> None:
 @pytest.mark.wording
 def test_a_grad_scaler_is_refused_where_fp16_is_known_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "describe_device", lambda _: named("NVIDIA GeForce GTX 1650"))
-    monkeypatch.setattr(grad_scaler, "list_device_types", lambda: ["xpu", "cpu"])
+    monkeypatch.setattr("halfstep.precision.hardware.list_device_types", lambda: ["xpu", "cpu"])
     with pytest.raises(PrecisionRefused, match="known to be wrong"):
         halfstep.GradScaler("xpu")
 

@@ -129,7 +129,7 @@ def narrow_stepper(precision: str, weights: str, states: str) -> tuple[Stepper, 
     if states != "fp32" or precision in NARROW:
         pytest.importorskip("torchao")
     if states != "fp32":
-        from halfstep.train.small_optimizers import build_low_bit_adam, group_low_bit_parameters
+        from halfstep.step.small_optimizers import build_low_bit_adam, group_low_bit_parameters
 
         optimizer = build_low_bit_adam(
             "adamw", states, group_low_bit_parameters(model, list(model.parameters())), lr=1e-2

@@ -24,7 +24,7 @@ MARGIN = 1.05 if sys.version_info[:2] == (3, 11) else 1.3
 """Other versions of Python compile the same code to other bytecodes."""
 MORE_OPERATIONS = 6
 """Operations of a step beyond those of a loop by hand that neither checks nor restores anything."""
-MOST_LINES = 12_200
+MOST_LINES = 10_050
 """Lines of halfstep in a process that uses its GradScaler and nothing else."""
 
 

@@ -17,9 +17,9 @@ from halfstep import Stepper
 from halfstep.data.dataset import Sample
 from halfstep.errors import BadRecipe
 from halfstep.precision.precision import resolve_precision_name
+from halfstep.step.activation_checkpointing import checkpoint_activations
 from halfstep.tasks.models.slots.model import COOLING
 from halfstep.tasks.slots import find_owning_slots
-from halfstep.train.activation_checkpointing import checkpoint_activations
 from halfstep.train.task import Task
 from tests.support.combinations import one_per_value
 from tests.support.digest import digest_of_run

@@ -24,6 +24,7 @@ from halfstep.errors import BadData, BadRecipe, WrongUse
 from halfstep.precision.island import island
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.runs.evaluate_run import evaluate
+from halfstep.step.activation_checkpointing import checkpoint_activations
 from halfstep.step.loss import Counted
 from halfstep.step.stepper import Stepper
 from halfstep.tasks.models.text.model import (
@@ -35,7 +36,6 @@ from halfstep.tasks.models.text.model import (
     compute_summed_loss,
 )
 from halfstep.tasks.text import Text, TextMetric
-from halfstep.train.activation_checkpointing import checkpoint_activations
 from tests.tasks.made import batch_of, made
 
 TYPES = {

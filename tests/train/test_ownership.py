@@ -27,7 +27,8 @@ from halfstep.errors import FolderLost, FolderTaken
 from halfstep.files import parse_known_fields, write_json, write_text
 from halfstep.journal.events import Event, Journal
 from halfstep.journal.jsonl import JOURNAL, LOG, JsonLinesListener, read_events
-from halfstep.ownership import LOCK, FolderOwnership, compute_boot_container_id, find_ownership
+from halfstep.ownership import LOCK, FolderOwnership, find_ownership
+from halfstep.peers import compute_boot_container_id
 from halfstep.recipe.sources import build_raw_recipe
 from halfstep.runs.fit import _remove_unless_started
 from halfstep.runs.resolve import resolve_run_recipe

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from halfstep.errors import FolderTaken, HalfstepError
-from halfstep.ownership import LOCK, compute_boot_container_id
+from halfstep.ownership import LOCK
+from halfstep.peers import compute_boot_container_id
 from halfstep.train.run_folder import lock_folder
 
 FORK = multiprocessing.get_context("fork")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from faults.wrong_pairs import Kind, Net, loop_of
 from halfstep import distributed
 from halfstep.errors import BadData, StateMismatch
-from halfstep.train.environment import collect_environment, list_environment_changes
+from halfstep.precision.environment import collect_environment
+from halfstep.train.environment import list_environment_changes
 from halfstep.train.process_group import preserve_rng
 from halfstep.train.state import COMPONENTS, OWN, State
 from tests.support.digest import digest_of

@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,6 @@ from halfstep.adapters.scaler_slot import ScalerSlot, build_empty_update_error
 from halfstep.errors import PrecisionRefused, StateMismatch, WrongUse
 from halfstep.formats import FP32, widest_dtype
 from halfstep.guard.verdict import Verdict
-from halfstep.precision.hardware import list_device_types
-from halfstep.precision.names import parse_precision
-from halfstep.precision.precision import resolve_precision_name
-from halfstep.precision.select import report_precision_findings
 from halfstep.step.ema import StepCounts
 from halfstep.step.objective import LocalFlags
 from halfstep.step.optimizer_slot import list_optimizer_parameters, move_number_to_device
@@ -45,6 +41,10 @@ from halfstep.step.report import (
     StepReport,
 )
 
+if TYPE_CHECKING:
+    from halfstep.finding import Finding
+    from halfstep.precision.precision import Precision
+
 NOT_STEPPED = GUARD + "loop"
 """The reason of an update that the loop itself left out: it called `unscale_` and `update`, and no `step`."""
 
@@ -58,6 +58,21 @@ class _AgreedNumbers(NamedTuple):
     bad_buffer: bool
     scale: float
     norms: list[float]
+
+
+def _resolve_precision(asked: object) -> Precision:
+    from halfstep.precision.names import parse_precision  # with the first scaler, and not with the class
+    from halfstep.precision.precision import resolve_precision_name
+
+    return resolve_precision_name(parse_precision(asked).name)
+
+
+def _report_device_findings(name: str, device: str) -> tuple[Finding, ...]:
+    # Imported here: the tables of devices are long, and a scaler that is not enabled has no use for them.
+    from halfstep.precision.hardware import list_device_types
+    from halfstep.precision.select import report_precision_findings
+
+    return report_precision_findings(name, device) if str(device).split(":")[0] in list_device_types() else ()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -99,8 +114,8 @@ class GradScaler(torch.amp.GradScaler):
         cap: float = 2.0**24,
         process_group: Any = None,
     ) -> None:
-        name = parse_precision(precision).name
-        self.precision = resolve_precision_name(name)
+        self.precision = _resolve_precision(precision)
+        name = self.precision.name
         if self.precision.changes_model:
             raise PrecisionRefused(
                 f"GradScaler with precision={name!r}, which converts layers of a model that it does not know",
@@ -109,11 +124,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         scale = init_scale if self.precision.scaled else 1.0
         super().__init__(device, scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self.findings = (
-            report_precision_findings(name, device)
-            if self._enabled and str(device).split(":")[0] in list_device_types()
-            else ()
-        )
+        self.findings = _report_device_findings(name, device) if self._enabled else ()
         self.floor, self.cap = min(floor, scale), max(cap, scale)
         self.counts = StepCounts()
         self._start(process_group)
@@ -509,7 +520,7 @@ class GradScaler(torch.amp.GradScaler):
             raise StateMismatch(f"a saved loss scale of {scale}", allowed="a finite number", do="start a new scale")
         # A state of torch's own says nothing about its precision: a scale of 1 fits both.
         saved = state.get("precision", self.precision.name if scale == 1.0 else "fp16")
-        if resolve_precision_name(parse_precision(saved).name).scaled != self.precision.scaled:
+        if _resolve_precision(saved).scaled != self.precision.scaled:
             raise StateMismatch(
                 f"the state of a scaler for {saved}",
                 allowed=f"one for {self.precision.name}",

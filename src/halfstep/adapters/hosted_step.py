@@ -182,7 +182,7 @@ def _build_guardian(stepper: Stepper, model: nn.Module, loop: Loop, options: Hos
     record = None
     if folder is not None:
         # Imported only here: it needs the train extra.
-        from halfstep.train.failed_steps.writing import build_step_recorder
+        from halfstep.guard.failed_steps.writing import build_step_recorder
 
         def said(text: str, level: str) -> None:
             tell(GuardEvent("verdict", _LEVELS[level], text, {}))

@@ -8,15 +8,15 @@ from torch import nn
 
 from halfstep.errors import BadData
 from halfstep.guard.diagnosis.diagnose import diagnose_attempt
-from halfstep.guard.verdict import Verdict
-from halfstep.step.sync import LossFunction
-from halfstep.train.failed_steps.reading import (
+from halfstep.guard.failed_steps.reading import (
     choose_recorded_precision,
     list_failed_steps,
     load_attempt,
     load_recorded_model,
     read_failed_step,
 )
+from halfstep.guard.verdict import Verdict
+from halfstep.step.sync import LossFunction
 
 
 def replay(folder: str | Path, model: nn.Module, loss_fn: LossFunction, *, attempt: int | None = None) -> Verdict:

@@ -981,7 +981,7 @@ def _print_event(event: GuardEvent) -> None:
 
 def _build_recorder(folder: Path, model: nn.Module, say: Callable[[str, str], None]) -> Callable[[FailedStep], None]:
     # Imported only here: it needs the train extra.
-    from halfstep.train.failed_steps.writing import build_step_recorder
+    from halfstep.guard.failed_steps.writing import build_step_recorder
 
     folder.mkdir(parents=True, exist_ok=True)
     return build_step_recorder(folder, model, say)

@@ -13,8 +13,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from halfstep.files import flush
-from halfstep.ownership import check_ownership
+from halfstep.files import check_ownership, flush
 
 CHECKPOINTS = "checkpoints"
 """The name of the folder with the checkpoints in a run's folder."""

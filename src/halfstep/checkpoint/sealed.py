@@ -19,7 +19,7 @@ from halfstep.checkpoint.chunks import ChunkedTensor, convert_chunks_to_json, pa
 from halfstep.checkpoint.paths import CheckpointDir, Disk
 from halfstep.errors import Unsafe, advise_new_run, check_same_form
 from halfstep.files import LARGEST_JSON, parse_strict_json
-from halfstep.ownership import parse_launch_token
+from halfstep.peers import parse_launch_token
 
 # -- pickle detection -------------------------------------------------------------------------------------------------
 # Recognize files that can run code when their usual reader opens them, by their first bytes. A damaged file must not be

@@ -93,9 +93,7 @@ def _build_empty_report(words: list[str], precision: str | None, device: str | N
 
 def suggest_command_after_audit(examined: Subject, found: Audit, device: str | None = None) -> str:
     """Return the command to type next: never the one that was typed, unless it was interrupted."""
-    from halfstep.runs.resolve import remove_precision
-
-    words = [examined.text] if examined.is_own_code else remove_precision(examined.text, examined.settings)
+    words = [examined.text] if examined.is_own_code else _list_words_without_precision(examined)
     typed = shlex.join(words)
     where = f" --device {shlex.quote(device)}" if device else ""
     again = f"halfstep audit {typed}{where} --precision"
@@ -115,3 +113,9 @@ def suggest_command_after_audit(examined: Subject, found: Audit, device: str | N
     if examined.is_own_code:
         return f"halfstep plan {typed}"
     return f"halfstep train {typed} --{found.precision}"
+
+
+def _list_words_without_precision(examined: Subject) -> list[str]:
+    from halfstep.runs.resolve import remove_precision  # the trainer, which a case does not need
+
+    return remove_precision(examined.text, examined.settings)

@@ -89,7 +89,6 @@ def _resolve_candidates(
     given: Subject, precisions: list[str], configs: bool, more: list[str]
 ) -> dict[str, tuple[str, ...]] | None:
     """Return settings by the name of a candidate; None if the candidates are precisions."""
-    from halfstep.measure.bench.bench import list_usual_arms
     from halfstep.measure.bench.comparison import parse_arms
     from halfstep.precision.names import parse_precision
 
@@ -97,7 +96,15 @@ def _resolve_candidates(
         return None
     names = [parse_precision(word).name for word in precisions]
     lower = next((name for name in names if name not in ("fp32", "tf32")), "bf16")
-    return {**(list_usual_arms(given, lower) if configs else {}), **parse_arms(more)}
+    # A case has no usual arms; `bench` refuses them.
+    usual = _list_usual_arms(given, lower) if configs and not given.is_own_code else {}
+    return {**usual, **parse_arms(more)}
+
+
+def _list_usual_arms(given: Subject, precision: str) -> dict[str, tuple[str, ...]]:
+    from halfstep.runs.bench_recipe import list_usual_arms  # the trainer, which a case does not need
+
+    return list_usual_arms(given, precision)
 
 
 @contextmanager

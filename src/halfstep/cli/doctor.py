@@ -230,6 +230,7 @@ def _write_recipe(file: Path, project: Project, runs: list[ProjectRun], status: 
     from halfstep.doctor.conversion import convert_to_recipe
     from halfstep.doctor.project_page import SEVERAL
     from halfstep.files import write_text
+    from halfstep.recipe.resolve import explain_value_refusal
 
     if file.exists():
         raise FolderTaken(f"{file} already exists", allowed="a name that is free", do="give --write another name")
@@ -245,7 +246,7 @@ def _write_recipe(file: Path, project: Project, runs: list[ProjectRun], status: 
             allowed="a project whose precision is known before the run",
             do="write the precision where the run decides it: halfstep doctor shows the line",
         )
-    text = convert_to_recipe(project, runs, status.precision)
+    text = convert_to_recipe(project, runs, status.precision, explain_value_refusal)
     with replace_storage_errors(
         f"{file} cannot be written", allowed="a file in a folder that can be written", do="give another name"
     ):

@@ -121,7 +121,7 @@ def _limit_warmup(given: Subject, found: Plan) -> Plan:
     """Return the plan with its learning rate warm-up limited to a small part of the run."""
     if found.growth is None or given.is_own_code:
         return found
-    from halfstep.measure.recipe_case import count_run_updates
+    from halfstep.runs.recipe_case import count_run_updates
 
     return replace(found, growth=found.growth.within(count_run_updates(_apply_plan(given, found))))
 

@@ -71,7 +71,7 @@ def run(
 
 def _resolve_recipe_word(word: str) -> str:
     """Return the word as a recipe; a misspelled action is reported as such, not as an unknown recipe."""
-    from halfstep.recipe.fields import find_nearest_word
+    from halfstep.nearest_word import find_nearest_word
     from halfstep.recipe.sources import is_recipe_path, list_recipe_names
 
     # `halfstep recipes explian` is a misspelled action, not a missing recipe.

@@ -46,6 +46,6 @@ def run(
 
 def _print_strict_json(report: object) -> None:
     """Print a report as JSON; non-finite numbers become words, as in the journal."""
-    from halfstep.journal.jsonl import convert_to_strict_json
+    from halfstep.json_data import convert_to_strict_json
 
     print_json(convert_to_strict_json(convert_to_json_data(report)))

@@ -26,7 +26,6 @@ from halfstep.data.dataset import (
     seed_generators_temporarily,
 )
 from halfstep.data.shard_check import ShardSpotCheck
-from halfstep.data.to_device import move_to_device
 from halfstep.data.worker_processes import (
     POLL,
     SampleTimeout,
@@ -37,6 +36,7 @@ from halfstep.data.worker_processes import (
 )
 from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
 from halfstep.out_of_memory import convert_worker_error
+from halfstep.step.to_device import move_to_device
 
 # -- loader -----------------------------------------------------------------------------------------------------------
 

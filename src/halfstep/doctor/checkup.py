@@ -24,7 +24,9 @@ from halfstep.precision.names import (
     parse_precision,
     resolve_claims,
 )
-from halfstep.recipe.schema import GuardOptions
+
+DEFAULT_GUARD = "watch"
+"""The guard of a recipe that names none, as in its schema."""
 
 
 class SettingsVerdict(NamedTuple):
@@ -376,7 +378,7 @@ def _describe_nan_handling(sources: Sequence[SettingSource]) -> str:
     if own is None:
         return "not set here (halfstep.Stepper skips such steps)"
     said = own.guard.get("mode") if isinstance(own.guard, Mapping) else own.guard
-    mode = str(said or GuardOptions().mode)
+    mode = str(said or DEFAULT_GUARD)
     return "off: such steps are skipped, and their cause is not named" if mode == "off" else f"guard: {mode}"
 
 

@@ -103,7 +103,13 @@ _OURS = {name: key for key, (_, names) in _KEYS.items() for name in names}
 _MOST_COMMENTS = 100
 
 
-def convert_to_recipe(project: Project, runs: Sequence[ProjectRun], precision: str | None) -> str:
+ExplainRefusal = Callable[[str, object], str | None]
+"""Returns why a recipe refuses a value of a setting; None if it accepts it."""
+
+
+def convert_to_recipe(
+    project: Project, runs: Sequence[ProjectRun], precision: str | None, explain_refusal: ExplainRefusal
+) -> str:
     """Return a recipe without task, model and data, as YAML; what does not map is a comment with its place.
 
     Raise `WrongUse` if the project has nothing to convert.
@@ -119,7 +125,7 @@ def convert_to_recipe(project: Project, runs: Sequence[ProjectRun], precision: s
     taken, left = _map_to_recipe(stated)
     for key in [key for key in taken if key.startswith("loss_scale.") and precision != "fp16"]:
         left.append((taken.pop(key)[1], f"{precision or 'auto'} needs no loss scale"))
-    _drop_invalid(taken, left)
+    _drop_invalid(taken, left, explain_refusal)
     return _format_recipe(project, precision, taken, left)
 
 
@@ -197,24 +203,14 @@ def _parse_recipe_value(key: str, value: object) -> Any:
     return None if isinstance(read, (int, float)) and not isinstance(read, bool) and read < 0 else read
 
 
-def _drop_invalid(taken: dict[str, tuple[Any, StatedSetting]], left: list[tuple[StatedSetting, str]]) -> None:
-    """Move what halfstep's own schema refuses to the comments."""
-    from pydantic import ValidationError
-
-    from halfstep.recipe import schema
-
-    sections: dict[str, type[schema.Section]] = {
-        "optimizer": schema.OptimizerOptions,
-        "schedule": schema.ScheduleOptions,
-        "loss_scale": schema.LossScaleOptions,
-        "train": schema.TrainOptions,
-    }
+def _drop_invalid(
+    taken: dict[str, tuple[Any, StatedSetting]], left: list[tuple[StatedSetting, str]], explain_refusal: ExplainRefusal
+) -> None:
+    """Move what the recipe's schema refuses to the comments."""
     for key in list(taken):
-        section, _, name = key.partition(".")
-        try:
-            sections[section].model_validate({name: taken[key][0]})
-        except ValidationError as error:
-            left.append((taken.pop(key)[1], f"{key}: {error.errors()[0]['msg'][:80].lower()}"))
+        why = explain_refusal(key, taken[key][0])
+        if why is not None:
+            left.append((taken.pop(key)[1], f"{key}: {why}"))
 
 
 def _format_recipe(

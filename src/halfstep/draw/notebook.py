@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from halfstep.page import Page
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from halfstep.page import Page
 
 
 class PageResult:

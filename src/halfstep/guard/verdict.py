@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.draw.notebook import PageResult
-from halfstep.page import Block, Items, Page, Paragraph, Span, Text
 from halfstep.step.report import StepReport
 from halfstep.step.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from halfstep.page import Block, Page, Text
 
 Cause = Literal["warm_up", "precision", "data", "code", "state", "divergence", "compiler", "not_reproducible"]
 WARM_UP: Cause = "warm_up"
@@ -101,6 +103,8 @@ class Verdict(PageResult):
 
     def page(self) -> Page:
         """Return the page about it: the sentence, and the evidence."""
+        from halfstep.page import Items, Page, Paragraph
+
         shown: tuple[Block, ...] = (Paragraph(self.colored_sentence()),)
         if self.evidence:
             shown += (Items(self.evidence, dashes=True),)
@@ -108,6 +112,8 @@ class Verdict(PageResult):
 
     def colored_sentence(self) -> Text:
         """Return the sentence with its cause in color."""
+        from halfstep.page import Span
+
         cause = Span(self.cause.replace("_", " "), "good" if self.cause == "warm_up" else "warn", strong=True)
         return cause, f": {self.sentence.removeprefix(f'{self.cause}: ')}"
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from halfstep.errors import BadData, FolderLost, StateMismatch, advise_adding_option, check_same_form
-from halfstep.files import LARGEST_JSON
+from halfstep.files import LARGEST_JSON, check_ownership
 from halfstep.journal.events import FORMAT, NOTE, START, Event, guard_file_writing
-from halfstep.ownership import check_ownership, find_ownership
+from halfstep.json_data import format_json_line
+from halfstep.ownership import find_ownership
 
 _parse: Callable[[bytes], Any]
 try:
@@ -140,17 +141,6 @@ MOST_WAITING = 10_000
 """The maximum number of lines that wait for a full disk."""
 
 
-def _to_plain(value: Any) -> Any:
-    """Return a number or text for a value that JSON cannot represent, such as a path or a NumPy number."""
-    try:
-        return _replace_nonfinite(float(value))
-    except (TypeError, ValueError, RuntimeError):
-        return str(value)
-
-
-_STRICT = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_to_plain)
-
-
 class JsonLinesListener:
     """A listener that appends each event to a file.
 
@@ -268,29 +258,9 @@ def _warn_on_stderr(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr)
 
 
-def convert_to_strict_json(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content as it is read back from a line: numbers that are not finite are words."""
-    return dict(json.loads(format_event_line(dict(content))))
-
-
 def format_event_line(event: Mapping[str, object]) -> str:
     """Return an event as one line of strict JSON; non-finite numbers become the words NaN, Infinity and -Infinity."""
-    # Nearly all events are finite, and need no second pass over their values.
-    try:
-        return _STRICT.encode(event) + "\n"
-    except ValueError:
-        return _STRICT.encode(_replace_nonfinite(event)) + "\n"
-
-
-def _replace_nonfinite(value: Any) -> Any:
-    """Return the value with words instead of non-finite numbers."""
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, dict):
-        return {key: _replace_nonfinite(inner) for key, inner in value.items()}
-    return [_replace_nonfinite(inner) for inner in value] if isinstance(value, list | tuple) else value
+    return format_json_line(event)
 
 
 def read_events(path: Path) -> list[Event]:

@@ -7,10 +7,10 @@ import struct
 from pathlib import Path
 
 from halfstep.errors import MissingExtra
+from halfstep.files import check_ownership
 from halfstep.journal.events import SAVED, START, Event
 from halfstep.journal.latest import CHECKPOINT
 from halfstep.journal.trackers import PictureFile, ScalarConverter
-from halfstep.ownership import check_ownership
 
 try:
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]

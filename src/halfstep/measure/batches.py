@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.data.to_device import move_to_device
 from halfstep.errors import WrongUse
 from halfstep.observe.reachable import iterate_tensor_leaves
+from halfstep.step.to_device import move_to_device
 
 
 def list_tensors(batch: Any) -> list[Tensor]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.data.to_device import move_model_to_device
 from halfstep.formats import BF16, FP32
 from halfstep.measure.batches import count_samples, list_tensors, resize_batch, sum_storage_bytes
 from halfstep.measure.batches import move_batch as placed_batch
@@ -27,10 +26,11 @@ from halfstep.observe.reachable import find_generators
 from halfstep.precision.converted import find_converted_layers
 from halfstep.precision.hardware import describe_device
 from halfstep.random_state import build_seeded_states, collect_random_states, restore_random_states
+from halfstep.step.activation_checkpointing import checkpoint_activations
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
+from halfstep.step.to_device import move_model_to_device
 from halfstep.step.window import Window
-from halfstep.train.activation_checkpointing import checkpoint_activations
 
 
 class Candidate:

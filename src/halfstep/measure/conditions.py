@@ -9,9 +9,9 @@ import torch
 from typing_extensions import TypedDict  # pydantic, which reads them again, takes no other before Python 3.12
 
 from halfstep._version import __version__
+from halfstep.launch_variables import count_cores
 from halfstep.precision.flags import read_fp32_flags
 from halfstep.precision.hardware import describe_device
-from halfstep.train.machine import count_cores
 
 _ELSEWHERE = {"cpu": ("cuda.", "cudnn."), "cuda": ("mkldnn.",)}
 """Prefixes of the flags that have no effect on a device of this kind."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from halfstep.errors import HalfstepError, WrongUse, convert_import_error
 from halfstep.measure.case import SEED, Case, LossFunction, build_case, check_case_trainable
+from halfstep.measure.recipe_opener import find_recipe_opener
 from halfstep.random_state import build_seeded_states, preserve_random_state, restore_random_states
 from halfstep.user_code import NO_FILE, format_line_place, list_lines_outside
 
@@ -47,9 +48,7 @@ class Subject:
         if self.is_own_code:
             return self.open()
         with _use_own_random_numbers():
-            from halfstep.measure.recipe_case import build_case_synthetic_fallback
-
-            return check_case_trainable(build_case_synthetic_fallback(self.text, self.settings))
+            return check_case_trainable(find_recipe_opener().describe_case(self.text, self.settings))
 
     def open(self) -> Case:
         """Return the case, with the same random weights and batch each time; the caller's random state is restored.
@@ -58,10 +57,7 @@ class Subject:
         """
         with _use_own_random_numbers():
             if not self.is_own_code:
-                # Imported here: a case of the user's own must not need the trainer's packages.
-                from halfstep.measure.recipe_case import build_recipe_case
-
-                return check_case_trainable(build_recipe_case(self.text, self.settings))
+                return check_case_trainable(find_recipe_opener().open_case(self.text, self.settings))
             if self.settings:
                 raise _settings_error(self.settings, self.text)
             return _make_case(_import_callable(self.text), self.text)

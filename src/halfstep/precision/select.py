@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,6 @@ from halfstep import distributed
 from halfstep.draw.notebook import PageResult
 from halfstep.errors import HalfstepError, PrecisionRefused
 from halfstep.finding import Finding
-from halfstep.page import Items, Page, Paragraph, build_finding_box
 from halfstep.precision.hardware import Device, describe_device, find_format_support
 from halfstep.precision.names import (
     AMP,
@@ -29,7 +28,10 @@ from halfstep.precision.names import (
     parse_step_precision,
 )
 from halfstep.precision.precision import Precision, add_policy_rules, resolve_precision_name
-from halfstep.precision.probe import Measurements, measure_speedups
+
+if TYPE_CHECKING:
+    from halfstep.page import Page
+    from halfstep.precision.probe import Measurements
 
 # -- decision ---------------------------------------------------------------------------------------------------------
 # A decision is plain data, so that rank 0 can make it for all ranks.
@@ -110,6 +112,8 @@ class Choice(PageResult):
 
     def page(self) -> Page:
         """Return the page about it: the precision, the reasons, and the findings."""
+        from halfstep.page import Items, Page, Paragraph, build_finding_box
+
         found = (build_finding_box(one.id, one.severity, one.evidence, one.fix) for one in self.findings)
         first = Paragraph(f"{self.precision.name} on {self.device.name}")
         return Page("precision", (first, Items(self.reasons), *found))
@@ -167,7 +171,11 @@ def choose_precision(
             return _decide_sixteen_bits(here, fallback)
         if named.name != AUTO:
             return _decide_by_name(named.name, here, fallback)
-        known = measured if measured or isinstance(device, Device) else measure_speedups(here, fresh=fresh)
+        known = measured
+        if not measured and not isinstance(device, Device):
+            from halfstep.precision.probe import measure_speedups  # a precision by name needs no measurement
+
+            known = measure_speedups(here, fresh=fresh)
         return _decide_by_speed(here, known) if known else _decide_by_table(here, _PREFERRED)
 
     decision = decide_on_rank_zero(decide)

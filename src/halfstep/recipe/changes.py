@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -11,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from halfstep.errors import (
     RUN_FINISHED,
     FolderTaken,
+    HalfstepError,
     StateMismatch,
     advise_adding_option,
     advise_new_run,
@@ -19,7 +23,8 @@ from halfstep.errors import (
 )
 from halfstep.numbers import format_counted_noun
 from halfstep.recipe.schema import Extension
-from halfstep.recipe.strict_yaml import iterate_dotted_keys
+from halfstep.recipe.sources import read_recipe_bytes
+from halfstep.recipe.strict_yaml import iterate_dotted_keys, parse_yaml
 
 SAFE = (
     *("about", "sizing", "run.", "checkpoint.", "guard.", "train.num_workers", "data.bad_samples", "data.timeout"),
@@ -39,6 +44,16 @@ EXTEND, REWARM = "extend", "rewarm"
 """The requests for an existing run: `--extend`, and with it `--rewarm`."""
 MOST_LINES = 20
 ABSENT = "(absent)"
+
+
+def compute_recipe_digest(file: Path) -> str:
+    """Return a SHA-256 of the settings of a recipe that affect the computation; empty if the file is no recipe."""
+    try:
+        settings = parse_yaml(read_recipe_bytes(file), file.name)
+    except HalfstepError:
+        return ""
+    kept = {key: value for key, value in iterate_dotted_keys(settings) if not key.startswith(tuple(SAFE))}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

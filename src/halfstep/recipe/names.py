@@ -11,9 +11,6 @@ from halfstep.precision.names import FLAGS, FORMATS, FP8_KINDS, SWITCHES, TF32, 
 from halfstep.recipe.fields import (
     RecipeFields,
     build_recipe_fields,
-    count_allowed_edits,
-    count_edits,
-    find_nearest_word,
 )
 from halfstep.recipe.strict_yaml import NULL, parse_yaml_value
 
@@ -101,6 +98,8 @@ def suggest_setting(word: str, fields: RecipeFields) -> str | None:
 
 def find_nearest_key(word: str, fields: RecipeFields) -> str | None:
     """Return the key that was probably meant: first from the same section, then by its last name anywhere."""
+    from halfstep.nearest_word import count_allowed_edits, count_edits, find_nearest_word
+
     section, _, name = word.rpartition(".")
     same = [key for key in fields.by_key if section and key.rpartition(".")[0] == section]
     near = find_nearest_word(word, same) if same else None

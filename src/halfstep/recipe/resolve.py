@@ -30,7 +30,8 @@ from halfstep.precision.names import (
     parse_precision,
     parse_precision_settings,
 )
-from halfstep.recipe.fields import RecipeFields, build_recipe_fields, find_nearest_word
+from halfstep.recipe import schema
+from halfstep.recipe.fields import RecipeFields, build_recipe_fields
 from halfstep.recipe.names import (
     ELSEWHERE,
     FOREIGN_SECTIONS,
@@ -339,6 +340,8 @@ def _format_key(location: tuple[str | int, ...], kind: str, fields: RecipeFields
 
 
 def _build_complaint(key: str, kind: str, value: Any, fields: RecipeFields) -> Complaint:
+    from halfstep.nearest_word import find_nearest_word
+
     allowed = fields.allowed(key, "keys with values")
     if kind == "missing":
         return Complaint(f"{key} is missing", allowed, f"add {key}")
@@ -353,6 +356,8 @@ def _build_complaint(key: str, kind: str, value: Any, fields: RecipeFields) -> C
 
 
 def _build_unknown_complaint(key: str, fields: RecipeFields) -> Complaint:
+    from halfstep.nearest_word import find_nearest_word
+
     # Shortened, and without characters that could control a terminal.
     given = f"{key[:80] if key[:80].isprintable() else repr(key[:80])[1:-1]} is not known"
     section, _, name = key[:200].rpartition(".")
@@ -404,3 +409,21 @@ def _expand_home(folder: str) -> str:
             allowed="a path",
             do="write the path out",
         ) from None
+
+
+_SECTIONS: dict[str, type[schema.Section]] = {
+    "optimizer": schema.OptimizerOptions,
+    "schedule": schema.ScheduleOptions,
+    "loss_scale": schema.LossScaleOptions,
+    "train": schema.TrainOptions,
+}
+
+
+def explain_value_refusal(key: str, value: object) -> str | None:
+    """Return why a setting that all tasks share refuses a value; None if it accepts it."""
+    section, _, name = key.partition(".")
+    try:
+        _SECTIONS[section].model_validate({name: value})
+    except ValidationError as error:
+        return error.errors()[0]["msg"][:80].lower()
+    return None

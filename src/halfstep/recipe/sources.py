@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.errors import BadRecipe, Unsafe
-from halfstep.recipe.fields import find_nearest_word
 from halfstep.recipe.strict_yaml import LARGEST_FILE, build_file_size_error, decode_utf8, parse_yaml
 
 _ENDINGS = (".yaml", ".yml")
@@ -71,6 +70,8 @@ def read_recipe_text(name_or_path: str) -> tuple[str, str]:
         path = Path(name_or_path)
         return _choose_label(path), decode_utf8(read_recipe_bytes(path), name_or_path)
     if name_or_path not in list_recipe_names():
+        from halfstep.nearest_word import find_nearest_word
+
         names = list_recipe_names()
         near = find_nearest_word(name_or_path, names)
         hint = f"did you mean {near}?" if near else "give a name from the list, or a path that ends in .yaml"

@@ -39,13 +39,14 @@ from halfstep.runs.finished import load_saved_task, load_task_model
 from halfstep.runs.printed_code import CodeComparison, check_code
 from halfstep.runs.snippet import build_loading_code, name_class_to_build
 from halfstep.status_line import OnProgress
+from halfstep.step.saved_tensors import select_saved_parameters
 from halfstep.train.outputs import BEST, LAST, LAST_AVERAGE
 from halfstep.train.run_folder import is_finished
 from halfstep.train.setup import remove_initial_weights
 from halfstep.train.signature import Signature
 from halfstep.train.state import State
 from halfstep.train.task import MissingTaskMethod, Task, ignore_progress
-from halfstep.train.weights import collect_saved_tensors, has_finite_weights, select_saved_parameters, write_tensors
+from halfstep.train.weights import collect_saved_tensors, has_finite_weights, write_tensors
 
 CHECKPOINT = "checkpoint"
 SOURCES = ("best", "last", CHECKPOINT)

@@ -12,7 +12,6 @@ from torch import nn
 
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.checkpoint.reading import find_newest_intact, read_rank_state
-from halfstep.data.to_device import move_model_to_device
 from halfstep.draw.notebook import PageResult
 from halfstep.errors import BadData, NoCheckpoint, WrongUse, choose_caller_wording, format_option_with_value
 from halfstep.files import read_json
@@ -24,6 +23,7 @@ from halfstep.random_state import preserve_random_state
 from halfstep.recipe.resolve import validate_against_schema
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import find_task_class
+from halfstep.step.to_device import move_model_to_device
 from halfstep.train.environment import AutoChoices
 from halfstep.train.evaluation import SampleChooser
 from halfstep.train.guarding import read_guard_remedies, read_result_remedies, reapply_remedies

@@ -18,12 +18,12 @@ import torch
 from halfstep import distributed
 from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.errors import HUNG, RUN_FINISHED, BadRecipe, FolderLost, FolderTaken, HalfstepError, RankFailed
-from halfstep.files import read_json
+from halfstep.files import check_ownership, read_json
 from halfstep.host_memory import pause_gc
 from halfstep.journal.events import Journal, Listener
 from halfstep.journal.listeners import create_listeners
 from halfstep.journal.prometheus import Prometheus
-from halfstep.ownership import LOCK, FolderOwnership, check_ownership, find_ownership
+from halfstep.ownership import LOCK, FolderOwnership, find_ownership
 from halfstep.recipe.changes import format_change_list, list_differences
 from halfstep.recipe.resolve import ResolvedRecipe
 from halfstep.recipe.sources import build_raw_recipe, read_recipe

@@ -17,32 +17,10 @@ from halfstep.checkpoint.paths import CHECKPOINTS, CheckpointDir, list_generatio
 from halfstep.errors import BadData, HalfstepError, choose_caller_wording, format_error_reason
 from halfstep.guard.diagnosis.diagnose import diagnose_attempt
 from halfstep.guard.diagnosis.trials import TrialOutcome, Trials
-from halfstep.guard.repair.advice import REPAIR, advise_precision, advise_remedy
-from halfstep.guard.verdict import Verdict, locate_culprit
-from halfstep.journal import events
-from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
-from halfstep.journal.text import GAVE_UP
-from halfstep.observe.recorder import has_compiled_code
-from halfstep.precision.names import parse_precision
-from halfstep.precision.precision import Precision, resolve_precision_name
-from halfstep.precision.select import Choice, choose_precision
-from halfstep.random_state import use_seeded_generators
-from halfstep.recipe.schema import AUTO
-from halfstep.recipe.sources import read_recipe
-from halfstep.runs.finished import load_saved_task
-from halfstep.runs.registry import resolve_own_task
-from halfstep.runs.replay_page import FailedStepList, ListedStep, RecordedStep, ReplayReport, Rerun
-from halfstep.status_line import OnProgress
-from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, parse_guard_name
-from halfstep.step.rerun import ReplayConfig
-from halfstep.step.step_inputs import StepInputs
-from halfstep.terminal import display_progress
-from halfstep.train.environment import collect_environment, list_environment_changes
-from halfstep.train.failed_steps.reading import (
+from halfstep.guard.failed_steps.reading import (
     StoredFailedStep,
     check_failed_steps_folder,
     choose_recorded_precision,
-    compute_recipe_digest,
     describe_size_problem,
     find_failed_step,
     list_failed_steps,
@@ -53,6 +31,29 @@ from halfstep.train.failed_steps.reading import (
     resolve_run_folder,
     suggest_replay,
 )
+from halfstep.guard.repair.advice import REPAIR, advise_precision, advise_remedy
+from halfstep.guard.verdict import Verdict, locate_culprit
+from halfstep.journal import events
+from halfstep.journal.jsonl import JOURNAL, iterate_saved_events
+from halfstep.journal.text import GAVE_UP
+from halfstep.observe.recorder import has_compiled_code
+from halfstep.precision.environment import collect_environment
+from halfstep.precision.names import parse_precision
+from halfstep.precision.precision import Precision, resolve_precision_name
+from halfstep.precision.select import Choice, choose_precision
+from halfstep.random_state import use_seeded_generators
+from halfstep.recipe.changes import compute_recipe_digest
+from halfstep.recipe.schema import AUTO
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.finished import load_saved_task
+from halfstep.runs.registry import resolve_own_task
+from halfstep.runs.replay_page import FailedStepList, ListedStep, RecordedStep, ReplayReport, Rerun
+from halfstep.status_line import OnProgress
+from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, parse_guard_name
+from halfstep.step.rerun import ReplayConfig
+from halfstep.step.step_inputs import StepInputs
+from halfstep.terminal import display_progress
+from halfstep.train.environment import list_environment_changes
 from halfstep.train.give_up import build_launcher_words, read_recipe_lr, suggest_lower_lr
 from halfstep.train.process_group import resolve_device
 from halfstep.train.run_folder import RECIPE, find_recipe_file, is_finished
@@ -260,7 +261,7 @@ def _list_replay_notes(
 ) -> list[str]:
     step = record.step
     notes = list_environment_changes(record.manifest.environment, collect_environment(device))
-    if step.recipe != compute_recipe_digest(run):
+    if step.recipe != compute_recipe_digest(run / RECIPE):
         notes.append(f"{RECIPE} was changed since")
     if step.batch_changed:
         notes.append("the batch was modified during the step, so the recorded batch differs from the original one")

@@ -10,12 +10,12 @@ from typing import Any
 from halfstep.draw.notebook import PageResult
 from halfstep.errors import choose_caller_wording
 from halfstep.formats import FP32
+from halfstep.guard.failed_steps.reading import suggest_replay
 from halfstep.guard.verdict import Culprit, Verdict
 from halfstep.json_data import JsonResult, convert_to_json_data
 from halfstep.numbers import format_counted_noun, format_number
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.page import Block, Column, Heading, Instruction, Items, Page, Pairs, Paragraph, Span, Table, Text
-from halfstep.train.failed_steps.reading import suggest_replay
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,10 +15,12 @@ from halfstep.errors import StateMismatch, TornUpdate, WrongUse
 from halfstep.finding import Finding
 from halfstep.formats import FP64
 from halfstep.observe.reachable import find_reachable_instances, list_global_names
-from halfstep.precision.precision import Precision
 from halfstep.step.containers import MOST_ARRAY_BYTES, MOST_MEMBERS
 from halfstep.step.optimizer_slot import list_optimizer_parameters
 from halfstep.step.stored_formats import check_trained_weights_wide, format_first_names
+
+if TYPE_CHECKING:
+    from halfstep.precision.precision import Precision
 
 
 def check_model_and_optimizers(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys
+from halfstep.formats import widen
 from halfstep.observe.recorder import strip_compile_wrappers
-from halfstep.precision.precision import widen
 from halfstep.step.buffers import Buffers, have_different_bits, read_version_counter
 from halfstep.step.memory import SMALL
 

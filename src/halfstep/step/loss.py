@@ -6,16 +6,18 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys
-from halfstep.formats import round_to_fp32, widest_dtype
-from halfstep.precision.precision import Precision, widen
+from halfstep.formats import round_to_fp32, widen, widest_dtype
 from halfstep.step.ranks import Ranks
+
+if TYPE_CHECKING:
+    from halfstep.precision.precision import Precision
 
 Count = float | Tensor
 ONLY = "loss"

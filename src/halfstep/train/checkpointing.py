@@ -26,13 +26,13 @@ from halfstep.errors import (
     WeightsNotFinite,
     advise_adding_option,
 )
-from halfstep.files import write_text
+from halfstep.files import check_ownership, write_text
 from halfstep.journal import events
 from halfstep.journal.events import Journal
-from halfstep.ownership import LOCK, FolderOwnership, check_ownership, find_ownership
-from halfstep.train.environment import collect_environment
+from halfstep.ownership import LOCK, FolderOwnership, find_ownership
+from halfstep.precision.environment import collect_environment
+from halfstep.save_interval import SaveClock
 from halfstep.train.replicas import Replicas
-from halfstep.train.save_interval import SaveClock
 from halfstep.train.state import PARAMETERS, RunObjects, State
 
 MOST_FAILURES = 3

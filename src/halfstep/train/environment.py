@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,33 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep._version import __version__, find_package_version
 from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.errors import StateMismatch, check_same_keys
-from halfstep.precision import flags
-from halfstep.precision.hardware import describe_device
 from halfstep.random_state import collect_torch_rng_states, set_torch_rng_states
 from halfstep.recipe.strict_yaml import iterate_dotted_keys
 
 INDIFFERENT = ("halfstep",)
 """Facts that are recorded but do not affect the bits."""
-PREPARING = ("numpy", "pillow", "torchvision")
-"""Packages that read and augment samples."""
-
-
-def collect_environment(device: torch.device) -> dict[str, object]:
-    """Return the versions, device, threads and torch flags that the bits of a run depend on."""
-    return {
-        # Recorded for the reader of a checkpoint; see INDIFFERENT.
-        "halfstep": __version__,
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "device": describe_device(str(device)).name,
-        # Reductions on the CPU split by thread, so the number of threads changes the order of the sums.
-        "threads": torch.get_num_threads(),
-        "flags": flags.read_fp32_flags(),
-        "packages": {name: find_package_version(name) for name in PREPARING},
-    }
 
 
 def list_environment_changes(then: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from halfstep.errors import BadData, Diverged, advise_new_run, check_same_keys
 from halfstep.guard.alarms.spike import REFUSED
+from halfstep.guard.failed_steps.writing import build_step_recorder
 from halfstep.guard.guardian import Guardian
 from halfstep.guard.monitors.monitors import Meters
 from halfstep.guard.repair.remedies import Remedies
@@ -21,11 +23,12 @@ from halfstep.guard.verdict import DATA, GuardEvent
 from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.numbers import format_first_items, pluralize_noun
+from halfstep.recipe.changes import compute_recipe_digest
 from halfstep.recipe.schema import GuardOptions
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
 from halfstep.step.stepper import Stepper
 from halfstep.train.epoch_metrics import RunProgress
-from halfstep.train.failed_steps.writing import build_step_recorder
+from halfstep.train.run_folder import RECIPE
 
 
 def read_guard_remedies(guards: Mapping[str, object]) -> Remedies | None:
@@ -169,7 +172,12 @@ class Guarding:
                 mode=options.mode,
                 limits=limits,
                 tell=self._events.append,
-                record=build_step_recorder(folder, stepper.model, lambda *note: self._notes.append(note)),
+                record=build_step_recorder(
+                    folder,
+                    stepper.model,
+                    lambda *note: self._notes.append(note),
+                    partial(compute_recipe_digest, folder / RECIPE),
+                ),
                 meters=self._meters,
             )
         self.rolled_back: Callable[[int], object] = lambda attempt: None

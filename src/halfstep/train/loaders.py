@@ -28,8 +28,7 @@ from halfstep.data.shard_check import ShardSpotCheck
 from halfstep.data.shard_scan import describe_unread_files
 from halfstep.data.shards import find_shards
 from halfstep.errors import BadData, RanksDisagree
-from halfstep.launch_variables import read_launched_rank
-from halfstep.train.machine import count_cores, count_cores_per_rank
+from halfstep.launch_variables import count_cores, count_cores_per_rank, read_launched_rank
 from halfstep.train.setup import AnyRecipe
 from halfstep.train.signals import interrupt_on_signal
 from halfstep.train.task import Split, Task

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep.host_memory import read_total_memory
-from halfstep.launch_variables import read_launched_rank
+from halfstep.launch_variables import count_cores_per_rank, read_launched_rank
 
 GIGA = 2**30
 CORE, ACCELERATOR = 30e9, 5e12
@@ -16,16 +15,6 @@ CORE, ACCELERATOR = 30e9, 5e12
 _NODES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*", "davinci*", "habana*")
 """The device files that drivers of accelerators create on Linux."""
 _DEV = Path("/dev")
-
-
-def count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def count_cores_per_rank() -> int:
-    """Return the cores of this host for each rank on it."""
-    return max(1, count_cores() // (read_launched_rank().local_world_size or 1))
 
 
 @dataclass(frozen=True)

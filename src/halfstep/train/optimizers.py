@@ -13,7 +13,7 @@ from halfstep.recipe.schema import OptimizerOptions
 from halfstep.train.hidden_matrices import divide_parameters
 
 if TYPE_CHECKING:
-    from halfstep.train.small_optimizers import ParameterGroup
+    from halfstep.step.small_optimizers import ParameterGroup
 
 _KINDS: dict[str, Callable[..., optim.Optimizer]] = {
     "adamw": optim.AdamW,
@@ -43,7 +43,7 @@ def make_optimizer(options: OptimizerOptions, model: nn.Module) -> optim.Optimiz
         return _make_muon(options, model)
     trained = [p for p in model.parameters() if p.requires_grad]
     if options.state != "fp32":
-        from halfstep.train.small_optimizers import (  # not loaded by other runs
+        from halfstep.step.small_optimizers import (  # not loaded by other runs
             build_low_bit_adam,
             group_low_bit_parameters,
         )

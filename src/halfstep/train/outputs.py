@@ -18,11 +18,10 @@ from halfstep.data.loader import ValLoader
 from halfstep.draw.images import write_png
 from halfstep.draw.sheet import PicturedSample, draw_sample_sheet
 from halfstep.errors import HalfstepError, StorageFailed
-from halfstep.files import write_json, write_text
+from halfstep.files import check_ownership, write_json, write_text
 from halfstep.journal import events
 from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import format_event_line
-from halfstep.ownership import check_ownership
 from halfstep.precision.precision import Precision
 from halfstep.step.ema import Ema
 from halfstep.step.sharded import reshard_gathered_parameters

@@ -47,11 +47,11 @@ from halfstep.journal.jsonl import (
     read_last_time,
     truncate_journal,
 )
+from halfstep.precision.environment import collect_environment
 from halfstep.recipe.changes import DATA, EXTEND, RECIPE, suggest_extension
 from halfstep.train.checkpointing import PROBE
 from halfstep.train.environment import (
     AutoChoices,
-    collect_environment,
     collect_rng_states,
     list_environment_changes,
     seed_all,

@@ -29,9 +29,10 @@ from halfstep.errors import (
     advise_adding_option,
     format_option,
 )
-from halfstep.files import find_draft_target, read_json, write_text
+from halfstep.files import check_ownership, find_draft_target, read_json, write_text
 from halfstep.journal.jsonl import is_earlier_part
-from halfstep.ownership import LOCK, FolderOwnership, RecordedProcess, check_ownership, is_process_alive, read_holder
+from halfstep.ownership import LOCK, FolderOwnership, read_holder
+from halfstep.peers import RecordedProcess, is_process_alive
 from halfstep.recipe.changes import (
     BATCH,
     EXTEND,

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from halfstep import distributed
 from halfstep.data.dataset import derive_seed
-from halfstep.data.to_device import move_model_to_device
 from halfstep.errors import BadRecipe
 from halfstep.guard.repair.remedies import Remedies
 from halfstep.precision.precision import Precision
@@ -25,11 +24,12 @@ from halfstep.recipe.schema import (
     Recipe,
 )
 from halfstep.status_line import OnProgress
+from halfstep.step.activation_checkpointing import checkpoint_activations
 from halfstep.step.ema import Ema
 from halfstep.step.loss import DynamicScale
 from halfstep.step.shard_units import list_shard_units
 from halfstep.step.stepper import Stepper
-from halfstep.train.activation_checkpointing import checkpoint_activations
+from halfstep.step.to_device import move_model_to_device
 from halfstep.train.environment import seed_all
 from halfstep.train.freezing import freeze_parts
 from halfstep.train.guarding import reapply_remedies

@@ -43,6 +43,12 @@ from halfstep.recipe.changes import (
     list_relevant_changes,
 )
 from halfstep.step.ema import EmaState
+from halfstep.step.saved_tensors import (
+    list_non_persistent_buffers,
+    put_buffers,
+    select_assignable_buffers,
+    select_saved_parameters,
+)
 from halfstep.train.environment import (
     AutoChoices,
     GeneratorStates,
@@ -62,10 +68,6 @@ from halfstep.train.setup import AnyRecipe, TrainingParts
 from halfstep.train.weights import (
     collect_extra_state,
     find_empty_buffers,
-    list_non_persistent_buffers,
-    put_buffers,
-    select_assignable_buffers,
-    select_saved_parameters,
 )
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from halfstep.errors import (
 from halfstep.files import read_json, replace_file, replace_file_unflushed, write_json
 from halfstep.launch_variables import read_count_variable
 from halfstep.out_of_memory import is_out_of_memory
-from halfstep.ownership import compute_boot_container_id
+from halfstep.peers import compute_boot_container_id
 from halfstep.recipe.changes import RECIPE
 from halfstep.status_files import ENDED, RUNNING, RankStatusRecord, name_status_file, parse_status_rank, read_status
 from halfstep.train.microbatches import find_largest_divisor

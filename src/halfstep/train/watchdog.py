@@ -23,8 +23,7 @@ import torch.distributed as dist
 from halfstep import distributed
 from halfstep.deadline import run_within_deadline
 from halfstep.errors import HUNG, FolderLost
-from halfstep.files import create_parent_folder
-from halfstep.ownership import check_ownership
+from halfstep.files import check_ownership, create_parent_folder
 from halfstep.peers import Peers
 from halfstep.printable import escape_unprintable
 from halfstep.recipe.schema import WorldOptions

@@ -25,7 +25,6 @@ from halfstep.files import replace_file
 from halfstep.numbers import format_shape
 from halfstep.recipe.schema import WEIGHTS
 from halfstep.safetensors_header import content, encode_header
-from halfstep.step.buffers import put_buffer
 from halfstep.train.weight_folder import has_weights, load_weight_folder
 
 MOST_LINES = 20
@@ -166,15 +165,6 @@ def compute_weights_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
         # NumPy has no bfloat16: bytes work for every dtype.
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
-
-
-def select_saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that belong to a checkpoint: all, but for those that a model names as `not_saved`.
-
-    A model with an adapter does so for its frozen base, which has its own files.
-    """
-    left_out: frozenset[str] = getattr(model, "not_saved", frozenset())
-    return {name: parameter for name, parameter in model.named_parameters() if name not in left_out}
 
 
 def collect_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -356,17 +346,6 @@ def _format_first_line(error: Exception) -> str:
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
-def list_non_persistent_buffers(model: nn.Module) -> list[str]:
-    """Return the names of the non-persistent buffers that exist now."""
-    own = ((f"{path}." if path else "", module) for path, module in model.named_modules())
-    return sorted(
-        path + name
-        for path, module in own
-        for name in module._non_persistent_buffers_set
-        if module._buffers.get(name) is not None
-    )
-
-
 def find_empty_buffers(model: nn.Module) -> set[str]:
     """Return the buffers that get their tensors with the first batch."""
     slots = ((f"{path}." if path else "", module._buffers) for path, module in model.named_modules())
@@ -378,31 +357,3 @@ def collect_extra_state(model: nn.Module) -> dict[str, object]:
     saved = model.state_dict()
     own = {name for name in saved if name.rpartition(".")[2] == EXTRA}
     return {name: value for name, value in saved.items() if name in own or not isinstance(value, Tensor)}
-
-
-def select_assignable_buffers(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Return those names whose module exists in the model and has nothing else under that name."""
-    modules = dict(model.named_modules())
-    return {name for name in names if _has_room(modules.get(name.rpartition(".")[0]), name.rpartition(".")[2])}
-
-
-def _has_room(module: nn.Module | None, name: str) -> bool:
-    if module is None or not name:
-        return False
-    if name in module._buffers:
-        return name in module._non_persistent_buffers_set
-    # Some modules set the attribute to None, and register a buffer in its place later.
-    return not hasattr(type(module), name) and getattr(module, name, None) is None and name not in module._parameters
-
-
-def put_buffers(model: nn.Module, values: Mapping[str, Tensor], non_persistent_buffers: Collection[str]) -> None:
-    """Set all these buffers; those in `list_non_persistent_buffers` are registered where they are missing."""
-    for name, value in values.items():
-        path, _, own = name.rpartition(".")
-        module = model.get_submodule(path)
-        if own not in module._buffers and name in non_persistent_buffers:
-            # register_buffer refuses a name that is already an attribute.
-            module.__dict__.pop(own, None)
-            module.register_buffer(own, value, persistent=False)
-        else:
-            put_buffer(module._buffers, own, value)

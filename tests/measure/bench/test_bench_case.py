@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.measure.bench.runs import STEPS, CaseCandidate, build_case_result
+from halfstep.measure.bench.case_runs import STEPS, CaseCandidate, build_case_result
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Subject
 from halfstep.measure.worker_process import TimedUpdate

@@ -18,7 +18,7 @@ from halfstep.errors import FolderTaken, HalfstepError, WrongUse
 from halfstep.measure.bench.bench import bench
 from halfstep.measure.bench.comparison import RunFailed
 from halfstep.measure.bench.page import Bench, write_bench_report
-from halfstep.measure.bench.runs import RecipeCandidate, RunTimeLimit, run_measured_process
+from halfstep.runs.bench_recipe import RecipeCandidate, RunTimeLimit, run_measured_process
 
 SHORT = ("train.steps=3", "data.samples=24", "train.batch_size=4", "data.size=16")
 
@@ -190,7 +190,7 @@ def test_a_process_ends_even_where_the_bench_was_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     inner = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
     outer = (
-        "import pathlib, sys; from halfstep.measure.bench.runs import run_measured_process; "
+        "import pathlib, sys; from halfstep.runs.bench_recipe import run_measured_process; "
         f"run_measured_process([sys.executable, '-c', {inner!r}], pathlib.Path({str(tmp_path / 'log')!r}))"
     )
     parent = subprocess.Popen([sys.executable, "-c", outer])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import FolderTaken, HalfstepError, WrongUse, format_error_reason
+from halfstep.errors import HalfstepError, WrongUse, format_error_reason
 from halfstep.files import read_json, write_json
 from halfstep.json_data import convert_to_json_data
+from halfstep.measure.bench.case_runs import METRIC, CaseCandidate, race_case_candidates
 from halfstep.measure.bench.comparison import (
     BenchMetric,
     BenchTimes,
@@ -22,20 +23,13 @@ from halfstep.measure.bench.comparison import (
     UpdateMemory,
     build_bench_rows,
     check_distinct_files,
-    list_usual_configs,
+    format_candidate_filename,
 )
 from halfstep.measure.bench.page import Bench
-from halfstep.measure.bench.runs import (
-    METRIC,
-    CaseCandidate,
-    RecipeCandidate,
-    RunTimeLimit,
-    format_candidate_filename,
-    race_case_candidates,
-)
 from halfstep.measure.case import Case, LossFunction
 from halfstep.measure.conditions import Conditions, collect_conditions
 from halfstep.measure.local_candidate import create_candidate
+from halfstep.measure.recipe_opener import find_recipe_opener
 from halfstep.measure.setting import StepSetting
 from halfstep.measure.subject import Measurable, Settings, Subject, resolve_subject
 from halfstep.measure.worker_process import CandidateFailed, CandidateTooSlow
@@ -202,9 +196,6 @@ def _add_predicted_parts(measured: int, subject: Subject | Case, setting: StepSe
 
 BASELINE = "fp32"
 """Strict fp32: nothing is computed in fewer bits."""
-_SAME = ("device", "place", "driver", "halfstep", "torch", "python", "threads", "cores")
-"""Conditions that must be equal for a finished run to be reused."""
-_OURS = ("train.seed", "run.dir")
 
 
 def bench(
@@ -262,9 +253,9 @@ def bench(
         with preserve_random_state():
             return _bench_case(given, changes, arms, run)
     if folder is not None:
-        return _bench_recipe(given, changes, folder.absolute(), seeds, run)
+        return find_recipe_opener().bench(given, changes, folder.absolute(), seeds, run)
     with tempfile.TemporaryDirectory(prefix="halfstep-bench-") as place:
-        return _bench_recipe(given, changes, Path(place), seeds, run)
+        return find_recipe_opener().bench(given, changes, Path(place), seeds, run)
 
 
 def _resolve_arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
@@ -288,7 +279,7 @@ def _bench_case(
     run: Callable[..., Bench],
 ) -> Bench:
     if arms is not None:
-        raise _settings_error(subject.name)
+        raise build_case_settings_error(subject.name)
     subject.open()  # invalid input is found before anything is measured
     found = {name: CaseCandidate(subject, StepSetting(name)) for name in changes}
     return run(
@@ -300,75 +291,10 @@ def _bench_case(
     )
 
 
-def _settings_error(name: str) -> WrongUse:
+def build_case_settings_error(name: str) -> WrongUse:
+    """Return the error for arms with settings, of which a case has none."""
     return WrongUse(
         f"arms with settings for the case {name}",
         allowed="settings change a RECIPE; the arms of a case are precisions",
         do="give precisions alone, or a recipe",
     )
-
-
-def _bench_recipe(
-    subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, seeds: int, run: Callable[..., Bench]
-) -> Bench:
-    from halfstep.runs.registry import find_task_class
-
-    recipes = {name: _resolve_candidate_recipe(subject, changed) for name, changed in changes.items()}
-    configs = {
-        name: CandidateConfig(recipe.precision, recipe.train.batch_size * recipe.train.microbatches, changes[name])
-        for name, recipe in recipes.items()
-    }
-    task = find_task_class(recipes[BASELINE].task)(recipes[BASELINE])  # the metric may depend on the data
-    now = collect_conditions()
-    same = {key: value for key, value in now.items() if key in _SAME}
-    time_limit = RunTimeLimit()
-    runs, memories = {}, {}
-    for name, changed in changes.items():
-        words = (*subject.settings, *changed)
-        identity = {"recipe": recipes[name].model_dump(mode="json"), **same}
-        runs[name] = RecipeCandidate(subject.text, words, folder, name, identity, time_limit)
-        memories[name] = MemoryMeasurement(Subject(subject.text, words), None, runs[name].beside("memory"), identity)
-    _check_folder_results(runs.values(), range(1, seeds + 1), folder)
-    metric = BenchMetric(task.metric, task.higher_is_better)
-    return run(runs, metric=metric, conditions=now, memories=memories, configs=configs)
-
-
-def list_usual_arms(subject: Subject, precision: str) -> dict[str, tuple[str, ...]]:
-    """Return the usual configurations as `arms` of `bench`.
-
-    They are mixed precision alone, with twice the recipe's batch, and compiled. Raises `WrongUse` for a case.
-    """
-    if subject.is_own_code:
-        raise _settings_error(subject.text)
-    return list_usual_configs(_resolve_candidate_recipe(subject, ()).train.batch_size, parse_precision(precision).name)
-
-
-def _check_folder_results(arms: Iterable[RecipeCandidate], seeds: Sequence[int], folder: Path) -> None:
-    """Raise `FolderTaken` if the folder has results of another bench; they are not overwritten."""
-    taken = next((found for candidate in arms if (found := candidate.others(seeds))), None)
-    if taken is not None:
-        raise FolderTaken(
-            f"{folder}, which has runs of another recipe, setting, device or version ({taken.name})",
-            allowed="a folder for each bench; the same command resumes in its own",
-            do="--out NEW",
-        )
-
-
-def _resolve_candidate_recipe(subject: Subject, changed: tuple[str, ...]) -> Any:
-    """Return the complete recipe of a candidate, except for what differs between seeds."""
-    from halfstep.recipe.names import PRECISION_WORDS, parse_typed_settings
-    from halfstep.recipe.sources import read_recipe
-    from halfstep.runs.registry import find_task_schema
-    from halfstep.runs.resolve import resolve_run_recipe
-
-    found = read_recipe(subject.text)
-    schema = find_task_schema(str(found.raw.get("task")))
-    for key, _ in parse_typed_settings(list(subject.settings), schema):
-        if key in _OURS or key in PRECISION_WORDS or key == "precision":
-            raise WrongUse(
-                f"{key} among the settings of a bench",
-                allowed="precisions by --precisions, seeds by --seeds, a folder by --out; any other setting as usual",
-                do=f"leave out {key}",
-            )
-    # Fixed values, so that the identity of a run does not depend on its seed and folder.
-    return resolve_run_recipe(found, [*subject.settings, *changed, "train.seed=0", "run.dir=bench"]).recipe

@@ -139,6 +139,11 @@ def parse_arms(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def format_candidate_filename(name: str) -> str:
+    """Return a candidate's name as used in file names."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+
+
 def check_distinct_files(places: Mapping[str, str]) -> None:
     """Raise `WrongUse` for names that map to the same file, such as `a+b` and `a-b`."""
     seen: dict[str, str] = {}

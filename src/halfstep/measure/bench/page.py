@@ -14,8 +14,7 @@ from halfstep.draw.markdown import render_markdown, write_markdown
 from halfstep.draw.notebook import PageResult
 from halfstep.errors import FolderTaken
 from halfstep.files import read_json, write_json
-from halfstep.journal.jsonl import convert_to_strict_json
-from halfstep.json_data import JsonResult, convert_to_json_data
+from halfstep.json_data import JsonResult, convert_to_json_data, convert_to_strict_json
 from halfstep.measure.bench import report
 from halfstep.measure.bench.comparison import BenchMetric, BenchRow, compute_baseline_margin
 from halfstep.measure.conditions import Conditions, describe_load_problem

@@ -19,8 +19,8 @@ from halfstep.clock import (
     iterate_interleaved_times,
     read_clock_without_queue,
 )
-from halfstep.data.to_device import move_model_to_device
 from halfstep.errors import PrecisionRefused, WrongUse
+from halfstep.launch_variables import count_cores, count_cores_per_rank
 from halfstep.measure.batches import count_samples, resize_batch
 from halfstep.measure.batches import move_batch as placed_batch
 from halfstep.measure.candidate import Candidate
@@ -43,11 +43,11 @@ from halfstep.precision.names import AMP, AUTO, parse_precision
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.precision.select import choose_precision
 from halfstep.random_state import use_seeded_generators
+from halfstep.step.activation_checkpointing import checkpoint_activations
 from halfstep.step.loss import Counted, split_loss_and_aux
 from halfstep.step.report import GRADIENT_OVERFLOW, LOSS_NOT_FINITE, StepReport
+from halfstep.step.to_device import move_model_to_device
 from halfstep.step.window import Window
-from halfstep.train.activation_checkpointing import checkpoint_activations
-from halfstep.train.machine import count_cores, count_cores_per_rank
 
 _MOST, _LEAST = 8, 3
 _LONGEST_REASON = 160

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from halfstep.measure.profile.facts import ProfileFacts
+from halfstep.measure.recipe_opener import find_recipe_opener
 from halfstep.numbers import pluralize_noun
 
 _NAMED = 4
@@ -100,10 +101,7 @@ def _format_device_option(facts: ProfileFacts) -> tuple[str, ...]:
 
 
 def _format_train_command(words: Sequence[str], setting: str) -> str:
-    # It imports the recipe packages, which objects in Python do not need.
-    from halfstep.runs.resolve import apply_setting_changes
-
-    return _join_command("halfstep", "train", *apply_setting_changes(words[0], words[1:], setting))
+    return _join_command("halfstep", "train", *find_recipe_opener().change_settings(words[0], words[1:], setting))
 
 
 def _join_command(*words: str) -> str:

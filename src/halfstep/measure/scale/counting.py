@@ -39,9 +39,9 @@ from halfstep.observe.reachable import find_generators
 from halfstep.precision.island import mark_inner_islands
 from halfstep.precision.precision import Precision
 from halfstep.random_state import use_seeded_generators
+from halfstep.step.activation_checkpointing import checkpoint_activations
 from halfstep.step.objective import AGREEMENT_BYTES
 from halfstep.step.shard_units import ShardUnit, apply_fully_shard, create_shard_mesh, list_shard_units
-from halfstep.train.activation_checkpointing import checkpoint_activations
 
 GATHER, SCATTER, REDUCE, BROADCAST, AGREEMENT = "all-gather", "reduce-scatter", "all-reduce", "broadcast", "agreement"
 KINDS = (GATHER, SCATTER, REDUCE, BROADCAST, AGREEMENT)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfstep.measure.scale.counting import RankCounts
+from halfstep.save_interval import PUBLISHED, FailureRate, compute_save_interval, estimate_failure_interval
 from halfstep.step.objective import AGREEMENT_BYTES
-from halfstep.train.save_interval import PUBLISHED, FailureRate, compute_save_interval, estimate_failure_interval
 
 _DESCRIPTORS, _A_PEER = 18, 1
 """File descriptors of a rank, and for each peer with one gloo group: 21, 33 and 49 on 4, 16 and 32 forked ranks."""

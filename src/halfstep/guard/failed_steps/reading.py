@@ -6,7 +6,6 @@ last. The JSON of rank 0 holds the record and that rank's inputs; its tensors in
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,15 +41,11 @@ from halfstep.guard.verdict import StepHistory, Verdict
 from halfstep.precision.island import island
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.random_state import collect_torch_rng_states
-from halfstep.recipe.changes import SAFE
-from halfstep.recipe.sources import read_recipe_bytes as read_recipe_file
-from halfstep.recipe.strict_yaml import iterate_dotted_keys, parse_yaml
 from halfstep.step.report import StepReport
+from halfstep.step.saved_tensors import put_buffers, select_assignable_buffers, select_saved_parameters
 from halfstep.step.step_inputs import LossFactors, StepInputs, list_batch_versions
 from halfstep.step.sync import LossFunction
 from halfstep.step.window import Window
-from halfstep.train.run_folder import RECIPE
-from halfstep.train.weights import put_buffers, select_assignable_buffers, select_saved_parameters
 
 FAILED_STEPS = "failed_steps"
 """The folder of failed steps in a run's folder."""
@@ -233,16 +228,6 @@ def _suggest_older_step(place: Path) -> str:
     if older:
         return f"choose another one: {suggest_replay(run, older[-1])}"
     return "nothing: no older one is recorded; the next step that fails is recorded anew"
-
-
-def compute_recipe_digest(run: Path) -> str:
-    """Return a SHA-256 of the settings that affect the computation; empty if the run has no recipe."""
-    try:
-        settings = parse_yaml(read_recipe_file(run / RECIPE), RECIPE)
-    except HalfstepError:
-        return ""
-    kept = {key: value for key, value in iterate_dotted_keys(settings) if not key.startswith(tuple(SAFE))}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
 MODEL, INPUTS = "model/", "step"

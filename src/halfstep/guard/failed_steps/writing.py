@@ -22,21 +22,20 @@ from halfstep.checkpoint.commit import (
 from halfstep.checkpoint.packing import pack_state
 from halfstep.checkpoint.paths import CheckpointDir, Disk, remove_unfinished_saves
 from halfstep.errors import HalfstepError, OtherForm, format_error_reason
-from halfstep.guard.verdict import FailedStep
-from halfstep.safetensors_header import encode_header
-from halfstep.step.step_inputs import StepInputs
-from halfstep.train.environment import collect_environment
-from halfstep.train.failed_steps.reading import (
+from halfstep.guard.failed_steps.reading import (
     FAILED_STEPS,
     INPUTS,
     MODEL,
     StepRecord,
     check_failed_steps_folder,
-    compute_recipe_digest,
     list_failed_steps,
     read_failed_step,
 )
-from halfstep.train.weights import list_non_persistent_buffers, select_saved_parameters
+from halfstep.guard.verdict import FailedStep
+from halfstep.precision.environment import collect_environment
+from halfstep.safetensors_header import encode_header
+from halfstep.step.saved_tensors import list_non_persistent_buffers, select_saved_parameters
+from halfstep.step.step_inputs import StepInputs
 
 MOST_BYTES = 4 * 2**30
 """Bytes of one failed step, over all ranks."""
@@ -64,8 +63,12 @@ class RankInputs:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def build_step_recorder(folder: Path, model: nn.Module, tell: Tell) -> Callable[[FailedStep], None]:
+def build_step_recorder(
+    folder: Path, model: nn.Module, tell: Tell, compute_recipe_digest: Callable[[], str] = str
+) -> Callable[[FailedStep], None]:
     """Return a function that records failed steps in the run's folder. All ranks create and call it together.
+
+    `compute_recipe_digest` is called for each record; a loop without a recipe has none.
 
     The function never raises: a run continues without a record, and `tell` gets the reason.
     """
@@ -73,7 +76,7 @@ def build_step_recorder(folder: Path, model: nn.Module, tell: Tell) -> Callable[
 
     def record(failed: FailedStep) -> None:
         try:
-            write_failed_step(folder, failed, model, party=party)
+            write_failed_step(folder, failed, model, party=party, recipe=compute_recipe_digest())
         except Exception as failure:
             # Any error: a record must not end the run.
             tell(f"attempt {failed.report.attempt:,} was not recorded: {failure}", "warning")
@@ -89,6 +92,7 @@ def write_failed_step(
     model: nn.Module,
     *,
     party: RankGather,
+    recipe: str = "",
     disk: Disk | None = None,
     most: int = MOST_BYTES,
     keep: int = MOST_KEPT,
@@ -111,7 +115,7 @@ def write_failed_step(
                 f"weights and batch take {numbers.format_bytes(size)}, and at most {numbers.format_bytes(most)} are "
                 "kept"
             )
-        return without, _build_step_record(folder, failed, model, without)
+        return without, _build_step_record(failed, model, recipe, without)
 
     without, record = decide_on_all_ranks(party, offer, settle)
     own = RankInputs(without=without) if without else own
@@ -151,7 +155,7 @@ def _collect_rank_inputs(attempt: StepInputs, model: nn.Module, rank: int) -> Ra
     return RankInputs(plain, tensors)
 
 
-def _build_step_record(folder: Path, failed: FailedStep, model: nn.Module, without: str) -> Any:
+def _build_step_record(failed: FailedStep, model: nn.Module, recipe: str, without: str) -> Any:
     """Return everything but tensors; non-finite numbers in the form of `pack_state`."""
     record = StepRecord(
         report=failed.report._replace(aux=None),
@@ -160,7 +164,7 @@ def _build_step_record(folder: Path, failed: FailedStep, model: nn.Module, witho
         history=failed.history,
         verdict=failed.verdict,
         batch_changed=_has_batch_changed(failed.attempt),
-        recipe=compute_recipe_digest(folder),
+        recipe=recipe,
         non_persistent_buffers=tuple(list_non_persistent_buffers(model)),
         without=without,
     )

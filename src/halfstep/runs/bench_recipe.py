@@ -11,39 +11,37 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from halfstep.checkpoint.paths import CHECKPOINTS
-from halfstep.errors import ENDED_FROM_OUTSIDE, HalfstepError, format_error_reason
+from halfstep.errors import ENDED_FROM_OUTSIDE, FolderTaken, WrongUse
 from halfstep.files import read_json, write_json
 from halfstep.journal.events import Event
-from halfstep.journal.jsonl import convert_to_strict_json, read_events
+from halfstep.journal.jsonl import read_events
+from halfstep.json_data import convert_to_strict_json
+from halfstep.measure.bench.bench import BASELINE, MemoryMeasurement, build_case_settings_error
 from halfstep.measure.bench.comparison import (
     BenchMetric,
-    BenchTimes,
+    CandidateConfig,
     RunFailed,
     RunResult,
-    convert_speed_to_gain,
+    format_candidate_filename,
+    list_usual_configs,
     smooth_loss_curve,
 )
-from halfstep.measure.case import Case
-from halfstep.measure.conditions import Conditions
-from halfstep.measure.local_candidate import LocalCandidate, create_candidate
-from halfstep.measure.setting import StepSetting
+from halfstep.measure.bench.page import Bench
+from halfstep.measure.conditions import collect_conditions
 from halfstep.measure.subject import Subject
-from halfstep.measure.timing import race_candidates, warm_up_candidate
-from halfstep.measure.worker_process import (
-    CandidateFailed,
-    CandidateProcess,
-    CandidateTooSlow,
-    TimedUpdate,
-    end_process,
-)
+from halfstep.measure.worker_process import end_process
 from halfstep.numbers import to_float
+from halfstep.precision.names import parse_precision
+from halfstep.recipe.names import PRECISION_WORDS, parse_typed_settings
+from halfstep.recipe.sources import read_recipe
+from halfstep.runs.registry import find_task_class, find_task_schema
+from halfstep.runs.resolve import resolve_run_recipe
 
 _SMOOTH = 20
 """Steps over which the training loss is averaged if there is no validation."""
@@ -202,11 +200,6 @@ class RecipeCandidate:
         return result
 
 
-def format_candidate_filename(name: str) -> str:
-    """Return a candidate's name as used in file names."""
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
-
-
 def run_measured_process(words: Sequence[str], log: Path, limit: float | None = None) -> tuple[int, int | None]:
     """Return the exit code and the peak bytes of the process; it and its children end with this process.
 
@@ -273,76 +266,66 @@ def _explain_run_failure(code: int, log: Path) -> str:
     return next((line for line in reversed(lines) if not line[0].isspace()), lines[-1]).strip()
 
 
-METRIC = BenchMetric("loss", higher_is_better=False)
-STEPS = 50
-LAST = 5
-"""Number of final losses that are averaged."""
-NUDGE = 0.01
-"""Relative perturbation of the weights by each seed: a different start, the same for every candidate."""
-RACE_SECONDS = 120.0
-LIMIT = 1800.0
-"""Timeout of one answer in seconds: a candidate that hangs becomes a failed row."""
+_SAME = ("device", "place", "driver", "halfstep", "torch", "python", "threads", "cores")
+"""Conditions that must be equal for a finished run to be reused."""
+_OURS = ("train.seed", "run.dir")
 
 
-@dataclass(frozen=True)
-class CaseCandidate:
-    """One precision of a case."""
+def bench_recipe(
+    subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, seeds: int, run: Callable[..., Bench]
+) -> Bench:
+    """Train the recipe of each candidate with each seed; `run` runs the bench of all of them."""
+    recipes = {name: _resolve_candidate_recipe(subject, changed) for name, changed in changes.items()}
+    configs = {
+        name: CandidateConfig(recipe.precision, recipe.train.batch_size * recipe.train.microbatches, changes[name])
+        for name, recipe in recipes.items()
+    }
+    task = find_task_class(recipes[BASELINE].task)(recipes[BASELINE])  # the metric may depend on the data
+    now = collect_conditions()
+    same = {key: value for key, value in now.items() if key in _SAME}
+    time_limit = RunTimeLimit()
+    runs, memories = {}, {}
+    for name, changed in changes.items():
+        words = (*subject.settings, *changed)
+        identity = {"recipe": recipes[name].model_dump(mode="json"), **same}
+        runs[name] = RecipeCandidate(subject.text, words, folder, name, identity, time_limit)
+        memories[name] = MemoryMeasurement(Subject(subject.text, words), None, runs[name].beside("memory"), identity)
+    _check_folder_results(runs.values(), range(1, seeds + 1), folder)
+    metric = BenchMetric(task.metric, task.higher_is_better)
+    return run(runs, metric=metric, conditions=now, memories=memories, configs=configs)
 
-    subject: Subject | Case
-    setting: StepSetting
 
-    def __call__(self, seed: int) -> RunResult:
-        """Take `STEPS` updates from the starting point of a seed; return the result."""
-        with create_candidate(self.subject, self.setting) as run:
-            opened = run.open(LIMIT)
-            run.nudge(NUDGE, seed)
-            updates = [run.update(LIMIT) for _ in range(STEPS)]
-        return build_case_result(updates, seed, opened["samples"], opened["conditions"])
+def list_usual_arms(subject: Subject, precision: str) -> dict[str, tuple[str, ...]]:
+    """Return the usual configurations as `arms` of `bench`.
 
-
-def build_case_result(updates: Sequence[TimedUpdate], seed: int, samples: int, conditions: Conditions) -> RunResult:
-    """Return the result of updates.
-
-    A skipped update takes time but its loss is not compared, unless the loss itself is non-finite.
+    They are mixed precision alone, with twice the recipe's batch, and compiled. Raises `WrongUse` for a case.
     """
-    taken, timed = 0.0, []
-    for update in updates:
-        taken += update.seconds
-        # A skipped update leaves the weights as they are, so its loss would count twice.
-        if update.reason is None or not math.isfinite(update.loss):
-            timed.append((taken, float(update.loss)))
-    losses = [loss for _, loss in timed[-LAST:]]
-    return RunResult(
-        seed=seed,
-        metric=statistics.fmean(losses) if losses else math.nan,
-        seconds=taken,
-        samples_per_second=samples / statistics.median(update.seconds for update in updates),
-        curve=smooth_loss_curve(timed, min(LAST, len(timed) or 1)),
-        skipped=dict(Counter(update.reason for update in updates if update.reason is not None)),
-        conditions=conditions,
-    )
+    if subject.is_own_code:
+        raise build_case_settings_error(subject.text)
+    return list_usual_configs(_resolve_candidate_recipe(subject, ()).train.batch_size, parse_precision(precision).name)
 
 
-def race_case_candidates(candidates: Mapping[str, CaseCandidate], names: Sequence[str]) -> BenchTimes:
-    """Open all candidates at once, warm them up and time them in turns; the first is the baseline.
+def _check_folder_results(arms: Iterable[RecipeCandidate], seeds: Sequence[int], folder: Path) -> None:
+    """Raise `FolderTaken` if the folder has results of another bench; they are not overwritten."""
+    taken = next((found for candidate in arms if (found := candidate.others(seeds))), None)
+    if taken is not None:
+        raise FolderTaken(
+            f"{folder}, which has runs of another recipe, setting, device or version ({taken.name})",
+            allowed="a folder for each bench; the same command resumes in its own",
+            do="--out NEW",
+        )
 
-    Raises its error if the baseline fails; other candidates that fail are reported.
-    """
-    failed: dict[str, str] = {}
-    with ExitStack() as opened:
-        running: dict[str, CandidateProcess | LocalCandidate] = {}
-        for name in names:
-            running[name] = create_candidate(candidates[name].subject, candidates[name].setting)
-            opened.callback(running[name].close)
-        for name in names:
-            try:
-                running[name].open(LIMIT)
-                warm_up_candidate(running[name])
-            except (HalfstepError, CandidateFailed, CandidateTooSlow) as error:
-                if name == names[0]:
-                    raise
-                failed[name] = format_error_reason(error)
-                running.pop(name)
-        found = race_candidates(running, baseline=names[0], seconds=RACE_SECONDS)
-    gains = {name: convert_speed_to_gain(speed) for name, speed in found.speeds.items()}
-    return BenchTimes(gains, found.interrupted, {**failed, **{name: str(why) for name, why in found.failed.items()}})
+
+def _resolve_candidate_recipe(subject: Subject, changed: tuple[str, ...]) -> Any:
+    """Return the complete recipe of a candidate, except for what differs between seeds."""
+    found = read_recipe(subject.text)
+    schema = find_task_schema(str(found.raw.get("task")))
+    for key, _ in parse_typed_settings(list(subject.settings), schema):
+        if key in _OURS or key in PRECISION_WORDS or key == "precision":
+            raise WrongUse(
+                f"{key} among the settings of a bench",
+                allowed="precisions by --precisions, seeds by --seeds, a folder by --out; any other setting as usual",
+                do=f"leave out {key}",
+            )
+    # Fixed values, so that the identity of a run does not depend on its seed and folder.
+    return resolve_run_recipe(found, [*subject.settings, *changed, "train.seed=0", "run.dir=bench"]).recipe

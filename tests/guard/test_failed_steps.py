@@ -22,14 +22,7 @@ from halfstep.checkpoint.commit import NotCommitted
 from halfstep.checkpoint.paths import CheckpointDir, Disk
 from halfstep.checkpoint.sealed import MANIFEST, add_seal, name_state_file, name_tensors_file
 from halfstep.errors import BadData, HalfstepError, StateMismatch, Unsafe
-from halfstep.guard.verdict import Cause, Culprit, FailedStep, ProposedRemedy, StepHistory, Verdict
-from halfstep.precision.island import find_islands
-from halfstep.precision.precision import resolve_precision_name
-from halfstep.step.report import StepReport
-from halfstep.step.rerun import ReplayConfig, rerun_step
-from halfstep.step.step_inputs import StepInputs
-from halfstep.step.window import Window
-from halfstep.train.failed_steps.reading import (
+from halfstep.guard.failed_steps.reading import (
     list_failed_steps,
     load_attempt,
     load_recorded_model,
@@ -37,7 +30,14 @@ from halfstep.train.failed_steps.reading import (
     refuse_earlier_format,
     resolve_run_folder,
 )
-from halfstep.train.failed_steps.writing import build_step_recorder, write_failed_step
+from halfstep.guard.failed_steps.writing import build_step_recorder, write_failed_step
+from halfstep.guard.verdict import Cause, Culprit, FailedStep, ProposedRemedy, StepHistory, Verdict
+from halfstep.precision.island import find_islands
+from halfstep.precision.precision import resolve_precision_name
+from halfstep.step.report import StepReport
+from halfstep.step.rerun import ReplayConfig, rerun_step
+from halfstep.step.step_inputs import StepInputs
+from halfstep.step.window import Window
 from tests.support.ranks import Ranks
 from tests.support.room import files_of_at_most
 

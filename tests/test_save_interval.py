@@ -11,7 +11,7 @@ import pytest
 from halfstep import distributed
 from halfstep.checkpoint.paths import list_generations
 from halfstep.errors import BadRecipe
-from halfstep.train.save_interval import PUBLISHED, STATED, SaveClock, compute_save_interval, estimate_failure_interval
+from halfstep.save_interval import PUBLISHED, STATED, SaveClock, compute_save_interval, estimate_failure_interval
 from tests.support.ranks import Ranks
 from tests.train.test_loop import RECIPE, events, fit
 from tests.train.test_sharded_runs import fit as fit_on_ranks

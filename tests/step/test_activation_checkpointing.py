@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Stepper
-from halfstep.train.activation_checkpointing import checkpoint_activations, iterate_checkpointable_blocks
+from halfstep.step.activation_checkpointing import checkpoint_activations, iterate_checkpointable_blocks
 
 
 class Net(nn.Module):
