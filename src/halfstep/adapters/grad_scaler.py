@@ -31,9 +31,10 @@ from halfstep.precision.hardware import list_device_types
 from halfstep.precision.names import parse_precision
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.precision.select import report_precision_findings
+from halfstep.step.census import list_optimizer_parameters
 from halfstep.step.ema import StepCounts
 from halfstep.step.objective import LocalFlags
-from halfstep.step.optimizer_slot import list_optimizer_parameters, move_number_to_device
+from halfstep.step.optimizer_slot import move_number_to_device
 from halfstep.step.ranks import Ranks
 from halfstep.step.report import (
     BUFFER_NOT_FINITE,

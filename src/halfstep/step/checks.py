@@ -16,8 +16,8 @@ from halfstep.finding import Finding
 from halfstep.formats import FP64
 from halfstep.observe.reachable import find_reachable_instances, list_global_names
 from halfstep.precision.precision import Precision
+from halfstep.step.census import list_optimizer_parameters
 from halfstep.step.containers import MOST_ARRAY_BYTES, MOST_MEMBERS
-from halfstep.step.optimizer_slot import list_optimizer_parameters
 from halfstep.step.stored_formats import check_trained_weights_wide, format_first_names
 
 

@@ -121,6 +121,22 @@ class MemoryCopies:
                 row.copy_(copy)
 
 
+def have_different_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors differ in any visible bit: -0.0 is not 0.0, and NaN differs from itself."""
+    if a.layout is not torch.strided:
+        return not have_same_sparse_values(a, b)
+    if not torch.equal(a, b):
+        return True
+    # torch.equal takes -0.0 for 0.0. NaN differs from itself, so a buffer with NaN counts as written, which is safe.
+    return a.is_floating_point() and not torch.equal(a.signbit(), b.signbit())
+
+
+def have_same_sparse_values(a: Tensor, b: Tensor) -> bool:
+    """Return whether two sparse tensors hold the same numbers."""
+    same = a.shape == b.shape and a.layout == b.layout
+    return same and torch.equal(a.to_sparse().coalesce().values(), b.to_sparse().coalesce().values())
+
+
 class WeakStorageCopy:
     """A storage that somebody else holds, with a copy of its bytes."""
 

@@ -21,11 +21,12 @@ from halfstep.precision.converted import count_model_changes
 from halfstep.precision.island import mark_inner_islands
 from halfstep.random_state import collect_torch_rng_states
 from halfstep.step import checks
+from halfstep.step.census import drop_gradients
 from halfstep.step.divided_loss import find_division
 from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, split_loss_and_aux
 from halfstep.step.objective import LocalFlags, Objective, RankVotes, build_step_report, find_refusing_guard
-from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
+from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.report import BUFFER_NOT_FINITE, GUARD, StepReport
 from halfstep.step.start_check import NOT_FINITE, check_start
 from halfstep.step.step_inputs import StepInputs, TensorNames, find_batch_storages, list_batch_versions
@@ -177,15 +178,17 @@ class Stepper(StepperBase):
         """React to changes of the model, or of what the loss function holds, since the last step."""
         came_or_left = self._holdings.look(loss_fn)
         if came_or_left:
-            self._rollback.look_beside(self._holdings.modules)
-        change = self._tracker.change()
-        if change:
+            self._census.look_beside(self._holdings.modules)
+        self._census.update()
+        members, kinds = self._census.members, self._census.kinds
+        changed = members != self._followed[0]
+        if changed or kinds != self._followed[1]:
             self._follow()
         elif self._prepared != count_model_changes():  # by an island, or by another Stepper over the same model
             self._prepare()
         # Freezing and unfreezing, which GANs do in every step, changes neither the formats nor which tensors are
         # written. Nor does a module without tensors, such as a metric that is passed to the loss function now and then.
-        if any(map(_has_tensors, came_or_left)) or change == MEMBERS or self._look_schedule.due(self.counts.applied):
+        if any(map(_has_tensors, came_or_left)) or changed or self._look_schedule.due(self.counts.applied):
             self._look_again()
 
     def _select_slots(self, only: str | None) -> list[OptimizerSlot]:
@@ -209,7 +212,6 @@ class Stepper(StepperBase):
         mark_inner_islands(self.model)
         if self.weights is not None:
             self.weights.compute_in(self.precision)
-        self._rollback.follow()
         for slot in self._slots.values():
             slot.follow()
         if self.ema is not None:
@@ -218,7 +220,7 @@ class Stepper(StepperBase):
         self._emit(self._synchronizer.findings)
         if self.weights is not None:
             self.weights.share(self.ranks)
-        self._tracker.look()
+        self._note_census()
 
     def _backward(self, result: Any, divide: int) -> None:
         losses, aux = split_loss_and_aux(result)
@@ -475,8 +477,7 @@ class Stepper(StepperBase):
         self._open = []
 
     def _clear_gradients(self, but_for: Collection[int] = ()) -> None:
-        for parameter in self._tracker.unowned:
-            parameter.grad = None
+        drop_gradients(self._census.unowned)
         for slot in self._slots.values():
             # Of all optimizers, not only of those of this step: backward may have reached the parameters of the others.
             if id(slot) not in but_for:

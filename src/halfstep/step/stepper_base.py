@@ -28,14 +28,14 @@ from halfstep.precision.island import find_islands, mark_inner_islands
 from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step import checks
-from halfstep.step.buffers import Buffers
+from halfstep.step.census import Buffers, Census
 from halfstep.step.divided_loss import DividedLosses
 from halfstep.step.earlier_steps import EarlierSteps, continue_earlier_steps
 from halfstep.step.ema import Ema, StepCounts, check_ema_model
 from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, LossScale, LossSlot, choose_loss_scale
 from halfstep.step.objective import Objective, RankAgreement
-from halfstep.step.optimizer_slot import OptimizerSlot, ParamTracker
+from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.ranks import RankFailureHandler, Ranks
 from halfstep.step.replicated import AveragingSynchronizer, ReplicatedSynchronizer, UserDdpSynchronizer
 from halfstep.step.report import Guard
@@ -146,7 +146,8 @@ class StepperBase:
         self.clip_norm = None if isinstance(clip_norm, Mapping) else check_positive_limit("clip_norm", clip_norm)
         self.on_gradients = on_gradients
         self._interrupts = DeferredInterrupts()
-        self._rollback, self._holdings = Rollback(self._emit, model), LossFunctionHoldings(model)
+        self._census = Census(model, named.values())
+        self._rollback, self._holdings = Rollback(self._emit, self._census), LossFunctionHoldings(model)
         self._observe, self._look_schedule = observe, ObservationSchedule()
         self.observed: Observation | None = None
         self._check = check
@@ -174,7 +175,7 @@ class StepperBase:
         if self.weights is not None:
             self.weights.share(self.ranks)
         self._agreement, self._together = RankAgreement(self.ranks, len(self._slots)), RankFailureHandler(self.ranks)
-        self._tracker = ParamTracker(model, named.values())
+        self._note_census()
         self._call_order = CallOrder()
         own = EarlierSteps(tuple(named), self.precision.name, self.counts, self._losses, self._look_schedule)
         self._emit(continue_earlier_steps(named, own))
@@ -274,8 +275,7 @@ class StepperBase:
         self._compute_in(first if name == first.precision.name else choose_precision(name, device=self.device))
         if self.weights is not None:
             self.weights.compute_in(self.precision)
-            self._rollback.follow()
-            self._tracker.look()
+            self._note_census()
         for loss in self._losses.values():
             loss.reset_scale(self.precision, as_built=self.choice is first)
 
@@ -291,6 +291,11 @@ class StepperBase:
         # Wrapped around the real scope, and removed after one step, so that observing costs nothing afterwards.
         if self._observe:
             self._scope = self._watch(PrecisionObserver)
+
+    def _note_census(self) -> None:
+        """Record that everything here follows the current modules and parameters."""
+        self._census.update()
+        self._followed = self._census.members, self._census.kinds
 
     def _prepare(self) -> None:
         """Convert the layers of the model as the precision asks for, and no others."""
@@ -355,7 +360,8 @@ class StepperBase:
     @property
     def model_changed(self) -> bool:
         """Whether modules or parameters were added, removed or unfrozen since the last step; reads no tensor."""
-        return self._tracker.change() is not None
+        self._census.update()
+        return (self._census.members, self._census.kinds) != self._followed
 
     def buffers_to_keep(self) -> dict[str, Tensor | None]:
         """Return the model's buffers that match its current weights: inside a step, those from before it."""

@@ -13,12 +13,12 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import string_at
 from itertools import accumulate
-from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from halfstep.step.census import are_same, read_places, read_versions
 from halfstep.step.memory import is_same_view, restore_tensor_memory, view_memory_as_integers
 
 TENSORS_PER_STEP = 16
@@ -29,8 +29,6 @@ BYTES_PER_STEP_ON_CPU = 2**18
 SHARE_PER_STEP_ON_CPU = 1 / 64
 _LOOKS = 2
 """Windows that compare all tensors of a group after its memory has changed."""
-
-_POINTER: Any = Tensor.data_ptr
 
 Checksum: TypeAlias = "Tensor | bytes"
 """A row of integers on the device; of small memory that the host reads by itself, the memory as it is."""
@@ -70,7 +68,7 @@ class UnseenWriteDetector:
         self._tensors: list[Tensor] = []
         self._weak: list[tuple[str, weakref.ref[Tensor]]] = []
         self._versions: list[int] = []
-        self._look_at_memory(self._places())
+        self._look_at_memory([])
 
     def follow(self, named: Iterable[tuple[str, Tensor]], weak: Iterable[tuple[str, weakref.ref[Tensor]]] = ()) -> None:
         """Check these tensors from now on; those of `weak` are held during a window only."""
@@ -81,15 +79,14 @@ class UnseenWriteDetector:
         self._names, self._tensors = [name for name, _ in held], [tensor for _, tensor in held]
         self._held = len(held)
         self._take_weak()
-        self._look_at_memory(self._places())
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._look_at_memory(read_places(self._tensors))
+        self._versions = read_versions(self._tensors)
         self.release()
 
     def _checks(self, held: Sequence[tuple[str, Tensor]], loose: Sequence[tuple[str, weakref.ref[Tensor]]]) -> bool:
-        if (len(held), len(loose)) != (self._held, len(self._weak)):
-            return False
-        same = all(map(is_, (tensor for _, tensor in held), self._tensors))
-        return same and all(map(is_, (weak for _, weak in loose), (weak for _, weak in self._weak)))
+        return are_same([tensor for _, tensor in held], self._tensors[: self._held]) and are_same(
+            [weak for _, weak in loose], [weak for _, weak in self._weak]
+        )
 
     def _take_weak(self) -> None:
         alive = [(name, reference, reference()) for name, reference in self._weak]
@@ -97,10 +94,7 @@ class UnseenWriteDetector:
         self._names = self._names[: self._held] + [name for name, _ in self._weak]
         self._tensors = self._tensors[: self._held] + [tensor for _, _, tensor in alive if tensor is not None]
 
-    def _places(self) -> tuple[list[int], list[torch.Size]]:
-        return list(map(_POINTER, self._tensors)), [tensor.shape for tensor in self._tensors]
-
-    def _look_at_memory(self, places: tuple[list[int], list[torch.Size]]) -> None:
+    def _look_at_memory(self, places: list[Any]) -> None:
         self._last_places = places
         # They share the memory and keep it alive without a copy, so that `.data =` can always be undone.
         self._aliases = [tensor.detach() for tensor in self._tensors]
@@ -158,13 +152,13 @@ class UnseenWriteDetector:
             before = len(self._names)
             self._take_weak()
             if len(self._names) != before:
-                self._last_places = [], []
-        places = self._places()
+                self._last_places = []
+        places = read_places(self._tensors)
         if places != self._last_places:
             self._look_at_memory(places)
         elif self._weak:
             self._aliases[self._held :] = [tensor.detach() for tensor in self._tensors[self._held :]]
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = read_versions(self._tensors)
         if self._suspects:
             self._compared = self._suspects.pop()
         elif self._groups:
@@ -196,8 +190,11 @@ class UnseenWriteDetector:
     def written(self, flags: Sequence[float]) -> list[tuple[str, Tensor]]:
         """Return the tensors that this window wrote in place, by name; `flags` are those of `changed`, as numbers."""
         flags = flags or self._known
+        versions = read_versions(self._tensors)
+        if versions == self._versions and not any(flags):
+            return []
         found: set[int] = set()
-        group, versions = self._compared, [tensor._version for tensor in self._tensors]
+        group = self._compared
         if versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)
             found = {place for place, (now, before) in enumerate(pairs) if now != before}

@@ -24,7 +24,8 @@ from halfstep.formats import BF16, FP32, is_narrow
 from halfstep.observe.recorder import strip_compile_wrappers
 from halfstep.precision.island import find_islands
 from halfstep.precision.precision import Precision
-from halfstep.step.optimizer_slot import OptimizerSlot, list_optimizer_parameters
+from halfstep.step.census import list_optimizer_parameters
+from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.ranks import Ranks
 from halfstep.step.replicated import broadcast_tensors_
 from halfstep.step.shard_units import NORM_LAYERS

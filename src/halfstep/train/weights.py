@@ -25,7 +25,7 @@ from halfstep.files import replace_file
 from halfstep.numbers import format_shape
 from halfstep.recipe.schema import WEIGHTS
 from halfstep.safetensors_header import content, encode_header
-from halfstep.step.buffers import put_buffer
+from halfstep.step.census import put_buffer
 from halfstep.train.weight_folder import has_weights, load_weight_folder
 
 MOST_LINES = 20
