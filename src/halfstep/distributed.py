@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.errors import HalfstepError, RankFailed
-from halfstep.peers import Peers
+
+if TYPE_CHECKING:
+    from halfstep.peers import Peers
 
 T = TypeVar("T")
 LARGEST_AGREEMENT = 16

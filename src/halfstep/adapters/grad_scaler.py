@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,13 @@ from halfstep.adapters.scaled_backward import ScaledBackward
 from halfstep.adapters.scaler_slot import ScalerSlot, build_empty_update_error
 from halfstep.errors import PrecisionRefused, StateMismatch, WrongUse
 from halfstep.formats import FP32, widest_dtype
-from halfstep.guard.verdict import Verdict
 from halfstep.precision.hardware import list_device_types
 from halfstep.precision.names import parse_precision
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.precision.select import report_precision_findings
+from halfstep.step.agreement import LocalFlags
 from halfstep.step.census import list_optimizer_parameters
 from halfstep.step.ema import StepCounts
-from halfstep.step.objective import LocalFlags
 from halfstep.step.optimizer_slot import move_number_to_device
 from halfstep.step.ranks import Ranks
 from halfstep.step.report import (
@@ -45,6 +44,9 @@ from halfstep.step.report import (
     OptimizerReport,
     StepReport,
 )
+
+if TYPE_CHECKING:
+    from halfstep.guard.verdict import Verdict
 
 NOT_STEPPED = GUARD + "loop"
 """The reason of an update that the loop itself left out: it called `unscale_` and `update`, and no `step`."""
@@ -391,11 +393,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _buffer_flags(self, ranks: int, device: torch.device) -> list[Tensor]:
         """Return numbers of which one is not finite if an included buffer is not."""
-        largest = [move_number_to_device(device, number) for number in self._included.largest_magnitudes()]
+        zeros = [move_number_to_device(device, number) for number in self._included.zeros_if_finite()]
         if ranks == 1:
-            return largest
-        # One on every rank, whose parts of a model may have other buffers; a sum of the largest could overflow.
-        return [torch.stack(largest).amax() * 0.0 if largest else self._constants_on(device)[0]]
+            return zeros
+        # One on every rank, whose parts of a model may have other buffers.
+        return [torch.stack(zeros).sum() if zeros else self._constants_on(device)[0]]
 
     def _reason(self, agreed: _AgreedNumbers) -> str | None:
         if agreed.loss is not None and not math.isfinite(agreed.loss):

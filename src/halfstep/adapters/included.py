@@ -263,9 +263,9 @@ class IncludedObjects:
         self._rollback.remember()
         self._undecided = True
 
-    def largest_magnitudes(self) -> list[Tensor]:
-        """Return the largest magnitude in each buffer that once was finite; on the device, nothing is read."""
-        return self._rollback.largest_magnitudes()
+    def zeros_if_finite(self) -> list[Tensor]:
+        """Return numbers on the device, zero if all buffers that once were finite still are; else one is NaN."""
+        return self._rollback.zeros_if_finite()
 
     def first_not_finite(self) -> str | None:
         """Return the name of a buffer that this window made non-finite, or None; reads the device."""

@@ -48,7 +48,8 @@ from halfstep.observe.backward_calls import (
     listen_to_backward,
     stop_listening,
 )
-from halfstep.observe.recorder import has_compiled_code, strip_compile_wrappers
+from halfstep.observe.identities import strip_compile_wrappers
+from halfstep.observe.recorder import has_compiled_code
 from halfstep.precision.island import find_islands
 from halfstep.precision.precision import Precision, resolve_precision_name, widen
 from halfstep.printable import escape_unprintable

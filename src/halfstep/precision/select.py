@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,9 @@ from halfstep.precision.names import (
     parse_step_precision,
 )
 from halfstep.precision.precision import Precision, add_policy_rules, resolve_precision_name
-from halfstep.precision.probe import Measurements, measure_speedups
+
+if TYPE_CHECKING:
+    from halfstep.precision.probe import Measurements
 
 # -- decision ---------------------------------------------------------------------------------------------------------
 # A decision is plain data, so that rank 0 can make it for all ranks.
@@ -167,7 +169,11 @@ def choose_precision(
             return _decide_sixteen_bits(here, fallback)
         if named.name != AUTO:
             return _decide_by_name(named.name, here, fallback)
-        known = measured if measured or isinstance(device, Device) else measure_speedups(here, fresh=fresh)
+        known = measured
+        if not measured and not isinstance(device, Device):
+            from halfstep.precision.probe import measure_speedups  # a precision by name needs no measurement
+
+            known = measure_speedups(here, fresh=fresh)
         return _decide_by_speed(here, known) if known else _decide_by_table(here, _PREFERRED)
 
     decision = decide_on_rank_zero(decide)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys
-from halfstep.observe.recorder import strip_compile_wrappers
+from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.precision.precision import widen
 from halfstep.step.census import SHAPE, Buffers, are_same, read_version_counter
 from halfstep.step.memory import SMALL, have_different_bits

@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys, check_same_presence
 from halfstep.formats import FP32, FP64, Format, is_narrow, round_to_fp32
-from halfstep.observe.recorder import strip_compile_wrappers
+from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.step.census import IS_SPARSE, drop_gradients, list_optimizer_parameters, read_gradients
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -139,6 +139,11 @@ class Gradients:
 
 _FP64 = (torch.float64, torch.complex128)
 _EPSILON = round_to_fp32(1e-6)
+
+
+def is_clearly_below(norm: float, largest: float) -> bool:
+    """Return whether a norm is so far below a limit that its clip factor is 1 in any format."""
+    return norm <= 0.999 * largest - 1e-5
 
 
 def compute_clip_factor(norm: float, largest: float, norm_format: Format = FP32) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from halfstep.draw.notebook import build_mimebundle
-from halfstep.page import Page, Paragraph, Span, build_number_table
+if TYPE_CHECKING:
+    from halfstep.page import Page
 
 LOSS_NOT_FINITE = "loss_not_finite"
 """The loss itself is NaN or inf. The loss scale is held: lowering it could not have helped."""
@@ -64,6 +64,8 @@ class StepReport(NamedTuple):
 
     def page(self) -> Page:
         """Return the page about it: applied or skipped and why, and the numbers of each optimizer."""
+        from halfstep.page import Page, Paragraph, Span, build_number_table  # a loop needs none
+
         attempt = f"attempt {self.attempt}: "
         what = Span(f"step {self.step} applied", "good")
         if not self.applied:
@@ -75,6 +77,8 @@ class StepReport(NamedTuple):
         return Page("one step", (Paragraph((attempt, what)), table))
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        from halfstep.draw.notebook import build_mimebundle
+
         return build_mimebundle(self.page(), str(self))
 
 

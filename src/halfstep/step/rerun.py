@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from halfstep import distributed
 from halfstep.finding import Finding
 from halfstep.formats import FP32, is_narrow
+from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.observe.nonfinite_origin import (
     NonfiniteOrigins,
     NonfiniteSource,
@@ -33,7 +34,7 @@ from halfstep.observe.reachable import (
     select_generators,
     select_outermost_modules,
 )
-from halfstep.observe.recorder import Recorder, run_eagerly, strip_compile_wrappers
+from halfstep.observe.recorder import Recorder, run_eagerly
 from halfstep.precision.converted import compute_as_plain_linear, list_precision_conversions
 from halfstep.precision.island import has_precision_changes, make_temporary_islands, undo_policy
 from halfstep.precision.precision import Precision, widen

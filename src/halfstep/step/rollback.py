@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WrongUse
-from halfstep.finding import Finding
+from halfstep.finding import Finding, format_first_names
+from halfstep.observe.identities import identify_storage
 from halfstep.observe.reachable import iterate_tensor_leaves
-from halfstep.observe.recorder import identify_storage
 from halfstep.step.census import OUTSIDE_MODEL, Census, Names, are_same, list_tensor_attributes, read_places
 from halfstep.step.containers import ContainerContents
 from halfstep.step.memory import (
@@ -35,7 +35,6 @@ from halfstep.step.memory import (
     view_bytes_as_integers,
 )
 from halfstep.step.optimizer_slot import stack_numbers
-from halfstep.step.stored_formats import format_first_names
 from halfstep.step.unseen_writes import UnseenWriteDetector
 
 FEW_BYTES = 2**20
@@ -86,6 +85,7 @@ class Rollback:
         self._sparse: list[tuple[_HeldTensor, Tensor]] = []
         self._finite: list[CopiedTensor] = []
         """Buffers of floating point numbers that were finite when they were first seen."""
+        self._list_finite_rows()
         self._never_finite: dict[str, bool] = {}
         self._not_finite: list[str] = []
         """Buffers that were not finite before the window, to be reported."""
@@ -214,6 +214,7 @@ class Rollback:
         for (held, _, part), entry in zip(copied, self._copied, strict=True):
             if held.is_buffer and part is held.tensor:
                 self._look_for_finite(entry)
+        self._list_finite_rows()
         self._copied_tensors = [entry.tensor for entry in self._copied]
         self._copied_places = read_places(self._copied_tensors)
         self._copies.renew()
@@ -370,14 +371,28 @@ class Rollback:
         """Return a flag on the device: whether a buffer that once was finite is not; None if there is no candidate."""
         if not self._finite:
             return None
-        largest = stack_numbers(self.largest_magnitudes()).amax()
-        # Zero of a finite number, else NaN: two kernels, where isfinite() takes five.
-        return (largest - largest) != 0
+        found = self.zeros_if_finite()
+        return (found[0] if len(found) == 1 else stack_numbers(found).sum()) != 0
 
-    def largest_magnitudes(self) -> list[Tensor]:
-        """Return the largest magnitude in each buffer that once was finite; on the device, nothing is read."""
-        buffers = [entry.tensor for entry in self._finite]
-        return list(torch._foreach_max(torch._foreach_abs(buffers))) if buffers else []
+    def zeros_if_finite(self) -> list[Tensor]:
+        """Return numbers on the device, zero if all buffers that once were finite still are; else one is NaN."""
+        if read_places(self._finite_tensors) != self._finite_places:
+            # `.data =` has given one of them other memory in this window.
+            return [number * 0.0 for number in torch._foreach_max(torch._foreach_abs(self._finite_tensors))]
+        # One copy of all: a model can have hundreds of small buffers.
+        found = [torch.cat(rows).mul_(0.0).sum() for rows in self._finite_rows]
+        return found + [buffer.mul(0.0).sum() for buffer in self._finite_apart]
+
+    def _list_finite_rows(self) -> None:
+        """Divide the buffers to check by format."""
+        self._finite_tensors = [entry.tensor for entry in self._finite]
+        self._finite_places = read_places(self._finite_tensors)
+        self._finite_apart = [tensor for tensor in self._finite_tensors if not tensor.is_contiguous()]
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in self._finite_tensors:
+            if tensor.is_contiguous():
+                kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().view(-1))
+        self._finite_rows = list(kinds.values())
 
     def first_not_finite(self) -> str | None:
         """Return the name of a buffer that this window made non-finite, or None; reads the device.
@@ -390,6 +405,7 @@ class Rollback:
             self._never_finite[entry.name] = True
             self._report_not_finite(entry.name)
         self._finite = [entry for entry in self._finite if not self._never_finite[entry.name]]
+        self._list_finite_rows()
         return None
 
     def unseen_writes(self) -> list[Tensor]:

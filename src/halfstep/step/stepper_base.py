@@ -17,6 +17,7 @@ from halfstep.finding import Finding
 from halfstep.formats import FP32
 from halfstep.observe.flops import Observation
 from halfstep.observe.precision_check import (
+    ObservationCost,
     ObservationSchedule,
     PrecisionObserver,
     RepeatedPrecisionObserver,
@@ -28,13 +29,14 @@ from halfstep.precision.island import find_islands, mark_inner_islands
 from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step import checks
+from halfstep.step.agreement import RankAgreement
 from halfstep.step.census import Buffers, Census
 from halfstep.step.divided_loss import DividedLosses
 from halfstep.step.earlier_steps import EarlierSteps, continue_earlier_steps
 from halfstep.step.ema import Ema, StepCounts, check_ema_model
 from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, LossScale, LossSlot, choose_loss_scale
-from halfstep.step.objective import Objective, RankAgreement
+from halfstep.step.objective import Objective
 from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.ranks import RankFailureHandler, Ranks
 from halfstep.step.replicated import AveragingSynchronizer, ReplicatedSynchronizer, UserDdpSynchronizer
@@ -149,6 +151,8 @@ class StepperBase:
         self._census = Census(model, named.values())
         self._rollback, self._holdings = Rollback(self._emit, self._census), LossFunctionHoldings(model)
         self._observe, self._look_schedule = observe, ObservationSchedule()
+        self._cost = ObservationCost() if observe and self.ranks.size == 1 else None
+        """Until the tenth update; with several ranks, all of them observe it."""
         self.observed: Observation | None = None
         self._check = check
         self.keep_gradients = checks.check_keep_gradients(keep_gradients, weight_format)
@@ -201,6 +205,8 @@ class StepperBase:
     def _start_without_window(self) -> None:
         """Set what a window changes, as it is before the first one."""
         self.attempt: StepInputs | None = None
+        self._draws: bool | None = None
+        """Whether an observed step has drawn random numbers of torch; None before the first one."""
         self._open: list[OptimizerSlot] = []
         self._objectives: list[Objective] = []
         self._last_objectives: list[Objective] = []

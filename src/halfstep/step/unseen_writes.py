@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from ctypes import string_at
+from ctypes import Array, c_char
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from halfstep.step.census import are_same, read_places, read_versions
+from halfstep.step.census import POINTER, are_same, read_places, read_versions
 from halfstep.step.memory import is_same_view, restore_tensor_memory, view_memory_as_integers
 
 TENSORS_PER_STEP = 16
@@ -51,12 +52,29 @@ class _ChecksumGroup:
         self.parts = parts
         rows = [row for part in parts for row in part.rows or ()]
         on_host = all(part.rows for part in parts) and all(row.ndim == 1 and row.device.type == "cpu" for row in rows)
-        self.host_rows = [(row, row.nbytes) for row in rows] if on_host else None
-        """The memory of a group that counts as it is, on a CPU; None if some of it is summed or looked up."""
-        self.last: tuple[Tensor | int, list[int]] | None = None
+        # A storage of no bytes has no address.
+        self._rows = [row for row in rows if row.nbytes]
+        self.on_host = on_host
+        """Whether its memory counts as it is, on a CPU; not if some of it is summed or looked up."""
+        self._addresses: list[int] = []
+        self._memory: list[Array[c_char]] = []
+        places = [part.place for part in parts]
+        self.pick = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+        """Selects what belongs to its parts from a list with an entry for each tensor."""
+        self.last: tuple[Tensor | int, Any] | None = None
         """The checksum in one number after the group's last turn, and the versions of its tensors then."""
         self.written_between = False
         """Whether its memory changes between windows, as that of a teacher which the loop updates through `.data`."""
+
+    def read_host_memory(self) -> bytes:
+        """Return the memory of a group on the host: for little memory, many times as fast as kernels."""
+        addresses = list(map(POINTER, self._rows))
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._memory = [
+                (c_char * row.nbytes).from_address(at) for row, at in zip(self._rows, addresses, strict=True)
+            ]
+        return b"".join(self._memory)
 
 
 class UnseenWriteDetector:
@@ -180,9 +198,9 @@ class UnseenWriteDetector:
         flags: list[Any] = [differs if isinstance(differs, bool) else differs.any()]
         # With one group, every window is its turn.
         if len(self._groups) > 1 and not group.written_between:
-            if group.last is not None and group.last[1] == [self._versions[part.place] for part in group.parts]:
+            if group.last is not None and group.last[1] == group.pick(self._versions):
                 flags.append(group.last[0] != _fold_checksum(before))
-            group.last = _fold_checksum(after), [self._tensors[part.place]._version for part in group.parts]
+            group.last = _fold_checksum(after), group.pick(read_versions(self._tensors))
         if isinstance(differs, bool):
             self._known, flags = flags, []
         return flags
@@ -243,9 +261,8 @@ class UnseenWriteDetector:
 
     def _checksum(self, group: _ChecksumGroup) -> Checksum:
         """Return the checksum of a group; the host reads nothing from a device."""
-        if group.host_rows is not None:
-            # Many times as fast as kernels for as little memory. A storage of no bytes has no address.
-            return b"".join([string_at(at, size) for row, size in group.host_rows if (at := row.data_ptr())])
+        if group.on_host:
+            return group.read_host_memory()
         return torch.cat([numbers for part in group.parts for row in self._rows(part) for numbers in _sum_row(row)])
 
 

@@ -21,7 +21,7 @@ from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, build_unknown_name_error, check_same_keys
 from halfstep.finding import Finding
 from halfstep.formats import BF16, FP32, is_narrow
-from halfstep.observe.recorder import strip_compile_wrappers
+from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.precision.island import find_islands
 from halfstep.precision.precision import Precision
 from halfstep.step.census import list_optimizer_parameters

@@ -39,7 +39,7 @@ from halfstep.observe.reachable import find_generators
 from halfstep.precision.island import mark_inner_islands
 from halfstep.precision.precision import Precision
 from halfstep.random_state import use_seeded_generators
-from halfstep.step.objective import AGREEMENT_BYTES
+from halfstep.step.agreement import AGREEMENT_BYTES
 from halfstep.step.shard_units import ShardUnit, apply_fully_shard, create_shard_mesh, list_shard_units
 from halfstep.train.activation_checkpointing import checkpoint_activations
 

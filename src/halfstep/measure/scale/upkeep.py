@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfstep.measure.scale.counting import RankCounts
-from halfstep.step.objective import AGREEMENT_BYTES
+from halfstep.step.agreement import AGREEMENT_BYTES
 from halfstep.train.save_interval import PUBLISHED, FailureRate, compute_save_interval, estimate_failure_interval
 
 _DESCRIPTORS, _A_PEER = 18, 1
