@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import PrecisionRefused, UnknownName
-from halfstep.precision import select
+from halfstep.precision import probe, select
 from halfstep.precision.hardware import Device
 from halfstep.precision.names import list_precision_names
 from halfstep.precision.precision import resolve_precision_name
@@ -209,7 +209,7 @@ def test_auto_measures_a_device_that_is_here(monkeypatch: pytest.MonkeyPatch) ->
         seen.append((device.name, fresh))
         return measured(bf16=0.9)
 
-    monkeypatch.setattr(select, "measure_speedups", fake)
+    monkeypatch.setattr(probe, "measure_speedups", fake)
     assert choose_precision("auto", device="cpu", fresh=True).precision.name == "fp32"
     assert choose_precision("bf16", device="cpu").precision.name == "bf16"
     assert seen == [("Xeon with AMX", True)]

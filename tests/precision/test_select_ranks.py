@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from halfstep.errors import HalfstepError
-from halfstep.precision import select
+from halfstep.precision import probe, select
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.precision.probe import Measurements
 from tests.support.devices import named
@@ -55,20 +55,20 @@ def test_its_refusal_travels(on_ranks: Ranks) -> None:
 
 def with_a_broken_probe(rank: int) -> tuple[str, int]:
     measured_here = []
-    right = select.measure_speedups
+    right = probe.measure_speedups
 
     def broken(*_args: Any, **_named: Any) -> Any:
         measured_here.append(rank)
         raise ValueError("the probe broke")
 
-    select.measure_speedups = broken
+    probe.measure_speedups = broken
     try:
         select.choose_precision("auto", device="cpu")
         said = "went on"
     except HalfstepError as error:
         said = error.given
     finally:
-        select.measure_speedups = right
+        probe.measure_speedups = right
     return said, len(measured_here)
 
 

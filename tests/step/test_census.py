@@ -20,6 +20,14 @@ MANY, FEW = 40, 2
 KINDS = (torch.float32, torch.float16, torch.bool, torch.int64, torch.bfloat16, torch.uint8, torch.float64)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Any:
+    """A process that has compiled anything observes no step again."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+
+
 class Buffered(nn.Module):
     """A model with buffers of all formats and odd sizes; `act` is run on it in each forward pass."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ _MOST = 2**13
 """Ranks whose votes can be counted: four counters of 13 bits and one bit fit the exact integers of a float64."""
 
 
-class RankVotes(NamedTuple):
+@dataclass(frozen=True)
+class RankVotes:
     """The number of ranks that report something besides their numbers; packed into one number."""
 
     stop: int = 0

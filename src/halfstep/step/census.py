@@ -60,7 +60,12 @@ def read_versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def read_places(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return where tensors are in memory: addresses, shapes and strides."""
+    """Return where tensors are in memory: addresses and shapes."""
+    return [*map(POINTER, tensors), *map(SHAPE, tensors)]
+
+
+def read_views(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return addresses, shapes and strides of tensors."""
     return [*map(POINTER, tensors), *map(SHAPE, tensors), *map(STRIDE, tensors)]
 
 

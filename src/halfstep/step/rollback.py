@@ -21,7 +21,7 @@ from halfstep.errors import WrongUse
 from halfstep.finding import Finding, format_first_names
 from halfstep.observe.identities import identify_storage
 from halfstep.observe.reachable import iterate_tensor_leaves
-from halfstep.step.census import OUTSIDE_MODEL, Census, Names, are_same, list_tensor_attributes, read_places
+from halfstep.step.census import OUTSIDE_MODEL, Census, Names, are_same, list_tensor_attributes, read_places, read_views
 from halfstep.step.containers import ContainerContents
 from halfstep.step.memory import (
     SMALL,
@@ -174,7 +174,7 @@ class Rollback:
         members = self._census.remember()
         self._containers.remember()
         # By identity: a name may get another tensor.
-        if are_same(members, self._members) and read_places(self._copied_tensors) == self._copied_places:
+        if are_same(members, self._members) and read_views(self._copied_tensors) == self._copied_places:
             self._copies.renew()
         else:
             self._members = members
@@ -216,7 +216,7 @@ class Rollback:
                 self._look_for_finite(entry)
         self._list_finite_rows()
         self._copied_tensors = [entry.tensor for entry in self._copied]
-        self._copied_places = read_places(self._copied_tensors)
+        self._copied_places = read_views(self._copied_tensors)
         self._copies.renew()
         loose = [(entry.name, entry.tensor) for entry in self._loose.values() if not entry.copied]
         self._unseen.follow([(held.name, part) for held, _, part in unseen], loose)
