@@ -451,7 +451,9 @@ class Rollback:
 
     def keep(self) -> None:
         """Accept what forward wrote: the window was applied."""
-        names = self._first + (self._seen if self._observations > 1 else [])
+        names = self._first
+        if self._seen and self._observations > 1:
+            names = names + self._seen
         if names:
             self._emit([_build_first_write_finding(names, restored=True)])
         self._end()
