@@ -34,7 +34,7 @@ from halfstep.finding import Finding, format_first_names
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step.census import list_optimizer_parameters
 from halfstep.step.report import StepReport
-from halfstep.step.stored_formats import TRAINED, store_trained_in_fp32
+from halfstep.step.storage.stored_formats import TRAINED, store_trained_in_fp32
 from halfstep.user_code import warn_user
 
 if TYPE_CHECKING:

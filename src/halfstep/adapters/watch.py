@@ -56,9 +56,9 @@ from halfstep.printable import escape_unprintable
 from halfstep.random_state import collect_torch_rng_states
 from halfstep.step.census import Buffers, list_optimizer_parameters, read_version_counter
 from halfstep.step.checks import check_no_optimizer_in_backward, check_steps_once
+from halfstep.step.experiment.rerun import ReplayConfig
 from halfstep.step.optimizer_slot import Gradients, stack_numbers
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, OptimizerReport, StepReport
-from halfstep.step.rerun import ReplayConfig
 from halfstep.step.step_inputs import LossFactors, LossReach, StepInputs, list_batch_versions
 
 MOST_BATCH_BYTES = 2**28

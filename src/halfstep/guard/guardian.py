@@ -16,8 +16,8 @@ from halfstep.guard.repair.remedies import Remedies, RemedyApplier
 from halfstep.guard.repair.snapshot import RollbackSnapshot
 from halfstep.guard.streak import FALLS, Limits, OverflowCounter, SkipCounter, Streak
 from halfstep.guard.verdict import FailedStep, GuardEvent, Kind, Level, StepHistory
+from halfstep.step.experiment.rerun import OtherWeights
 from halfstep.step.report import StepReport, parse_guard_name
-from halfstep.step.rerun import OtherWeights
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
 

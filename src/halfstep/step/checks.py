@@ -38,7 +38,7 @@ def check_model_and_optimizers(
         _check_meta_and_foreign(owned, names, ranks)
         trained = [p for p in owned if p.requires_grad and not (narrow and p.dtype is torch.bfloat16)]
         if any(is_narrow(p.dtype) for p in trained):
-            from halfstep.step.stored_formats import check_trained_weights_wide  # most weights are in fp32
+            from halfstep.step.storage.stored_formats import check_trained_weights_wide  # most weights are in fp32
 
             check_trained_weights_wide(trained, model, names)
     check_no_optimizer_in_backward(model, optimizers)

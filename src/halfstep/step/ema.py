@@ -18,7 +18,7 @@ from halfstep.step.census import SHAPE, Buffers, are_same, read_version_counter
 from halfstep.step.memory import SMALL, have_different_bits
 
 if TYPE_CHECKING:
-    from halfstep.step.weight_format import NarrowWeights
+    from halfstep.step.storage.weight_format import NarrowWeights
 
 
 class StepCounts:

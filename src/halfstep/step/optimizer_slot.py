@@ -196,7 +196,7 @@ class OptimizerSlotState(TypedDict):
 
 
 class WeightUpdater(Protocol):
-    """Steps an optimizer whose weights are stored in 16 bits: those of `halfstep.step.weight_format`."""
+    """Steps an optimizer whose weights are stored in 16 bits: those of `halfstep.step.storage.weight_format`."""
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float, limit: float | None) -> None: ...
 
@@ -316,7 +316,7 @@ class OptimizerSlot:
         state = self.optimizer.state_dict()
         if "torchao.optim" not in sys.modules:
             return state
-        from halfstep.step.small_states import convert_to_plain_states, find_small_state_kind
+        from halfstep.step.storage.small_states import convert_to_plain_states, find_small_state_kind
 
         return (
             convert_to_plain_states(state)
@@ -394,7 +394,7 @@ class OptimizerSlot:
         saved = self._match_by_name(state)
         small = any(isinstance(v, Mapping) for kept in _list_saved_states(saved) for v in kept.values())
         if small:
-            from halfstep.step.small_states import convert_to_small_states, share_quantization_tables
+            from halfstep.step.storage.small_states import convert_to_small_states, share_quantization_tables
 
             saved = convert_to_small_states(saved)
         self.optimizer.load_state_dict(saved)

@@ -24,6 +24,7 @@ from halfstep.step import checks
 from halfstep.step.agreement import LocalFlags, RankVotes, read_alone
 from halfstep.step.census import drop_gradients
 from halfstep.step.divided_loss import find_division
+from halfstep.step.experiment.start_check import NOT_FINITE, check_start
 from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, split_loss_and_aux
 from halfstep.step.objective import (
@@ -33,7 +34,6 @@ from halfstep.step.objective import (
 )
 from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.report import BUFFER_NOT_FINITE, GUARD, StepReport
-from halfstep.step.start_check import NOT_FINITE, check_start
 from halfstep.step.step_inputs import StepInputs, TensorNames, find_batch_storages, list_batch_versions
 from halfstep.step.stepper_base import StepperBase
 from halfstep.step.sync import LossFunction

@@ -34,25 +34,25 @@ from halfstep.step.census import Buffers, Census
 from halfstep.step.divided_loss import DividedLosses
 from halfstep.step.earlier_steps import EarlierSteps, continue_earlier_steps
 from halfstep.step.ema import Ema, StepCounts, check_ema_model
+from halfstep.step.experiment.start_check import StartCheck
 from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, LossScale, LossSlot, choose_loss_scale
 from halfstep.step.objective import Objective
 from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.ranks import RankFailureHandler, Ranks
-from halfstep.step.replicated import AveragingSynchronizer, ReplicatedSynchronizer, UserDdpSynchronizer
 from halfstep.step.report import Guard
 from halfstep.step.rollback import Rollback
-from halfstep.step.sharded import ShardedSynchronizer, reshard_gathered_parameters
-from halfstep.step.start_check import StartCheck
 from halfstep.step.step_inputs import LossFunctionHoldings, StepInputs
-from halfstep.step.stored_formats import find_stored_format_mistakes
+from halfstep.step.storage.stored_formats import find_stored_format_mistakes
 from halfstep.step.sync import SingleRankSynchronizer, Synchronizer
+from halfstep.step.synchronizers.replicated import AveragingSynchronizer, ReplicatedSynchronizer, UserDdpSynchronizer
+from halfstep.step.synchronizers.sharded import ShardedSynchronizer, reshard_gathered_parameters
 from halfstep.step.window import CallOrder
 from halfstep.user_code import warn_user
 
 if TYPE_CHECKING:
-    from halfstep.step.shard_formats import ShardFormats
-    from halfstep.step.weight_format import NarrowWeights
+    from halfstep.step.storage.weight_format import NarrowWeights
+    from halfstep.step.synchronizers.shard_formats import ShardFormats
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 V = TypeVar("V")
@@ -186,7 +186,7 @@ class StepperBase:
 
     def _store_narrow(self, weight_format: str, sums: str, seed: int) -> None:
         """Convert the trained weights to bf16."""
-        from halfstep.step.weight_format import NarrowWeights, check_weight_format
+        from halfstep.step.storage.weight_format import NarrowWeights, check_weight_format
 
         check_weight_format(weight_format, sums, self.precision)
         slots = list(self._slots.values())
@@ -234,7 +234,9 @@ class StepperBase:
         optimizers = ", ".join(f"{name}={type(slot.optimizer).__name__}" for name, slot in self._slots.items())
         ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
         if self.shard_formats:
-            from halfstep.step.shard_formats import describe_shard_formats  # loaded where there are shards
+            from halfstep.step.synchronizers.shard_formats import (
+                describe_shard_formats,  # loaded where there are shards
+            )
 
             ranks += f", shards {describe_shard_formats(self.shard_formats)}"
         state = ", torn" if self._torn else ", window open" if self._open else ""

@@ -27,7 +27,7 @@ from halfstep.measure.scale.layout import CollectiveGroup, RankLayout, list_layo
 from halfstep.measure.scale.traffic import LinkTraffic, compute_link_traffic, estimate_step_seconds, find_device_links
 from halfstep.measure.scale.upkeep import estimate_goodput
 from halfstep.measure.setting import StepSetting
-from halfstep.step.shard_units import list_shard_units
+from halfstep.step.synchronizers.shard_units import list_shard_units
 from halfstep.train.save_interval import PUBLISHED
 from tests.support.ranks import Ranks
 

@@ -28,7 +28,7 @@ from halfstep.observe.nonfinite_origin import (
     is_all_finite,
 )
 from halfstep.observe.reachable import iterate_tensor_leaves
-from halfstep.step.rerun import ATTRIBUTE, HeldTensors
+from halfstep.step.experiment.rerun import ATTRIBUTE, HeldTensors
 from halfstep.step.step_inputs import StepInputs, list_batch_versions
 
 UNUSUAL, ABSURD = 1e4, 1e6

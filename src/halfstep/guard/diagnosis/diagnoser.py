@@ -30,8 +30,8 @@ from halfstep.guard.verdict import (
 from halfstep.observe.reachable import collect_closure_variables, find_generators, find_reachable_instances
 from halfstep.observe.recorder import has_compiled_code
 from halfstep.precision.island import find_islands
+from halfstep.step.experiment.rerun import OtherWeights
 from halfstep.step.report import StepReport
-from halfstep.step.rerun import OtherWeights
 from halfstep.step.step_inputs import StepInputs
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from halfstep import distributed
 from halfstep.observe.nonfinite_origin import compute_norm
+from halfstep.step.experiment.rerun import OtherWeights
 from halfstep.step.optimizer_slot import stack_numbers
-from halfstep.step.rerun import OtherWeights
 from halfstep.step.stepper import Stepper
 
 EARLY = 20

@@ -23,7 +23,7 @@ from halfstep.observe.nonfinite_origin import (
 )
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.precision import Precision
-from halfstep.step.rerun import ON_GRADIENTS
+from halfstep.step.experiment.rerun import ON_GRADIENTS
 
 BATCH_WRITTEN = "the batch was written to in place during the step"
 CLONE_FIRST = "copy a tensor of the batch before writing into it: x = x.clone()"

@@ -35,8 +35,7 @@ from halfstep.observe.recorder import has_compiled_code, list_compiled_modules, 
 from halfstep.out_of_memory import is_step_too_large
 from halfstep.precision.converted import compute_as_plain_linear, find_layer_format, has_converted_layer, is_converted
 from halfstep.precision.precision import Precision, resolve_precision_name
-from halfstep.step.objective import Objective
-from halfstep.step.rerun import (
+from halfstep.step.experiment.rerun import (
     ATTRIBUTE,
     HELD,
     MOST_COPIED,
@@ -47,6 +46,7 @@ from halfstep.step.rerun import (
     run_microbatches,
     widen_trained_weights,
 )
+from halfstep.step.objective import Objective
 from halfstep.step.step_inputs import StepInputs
 
 NO_GRADIENT, ZEROS, NOT_FINITE = "start.no_gradient", "start.zeros", "start.not_finite"

@@ -27,8 +27,8 @@ from halfstep.precision.precision import Precision
 from halfstep.step.census import list_optimizer_parameters
 from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.ranks import Ranks
-from halfstep.step.replicated import broadcast_tensors_
-from halfstep.step.shard_units import NORM_LAYERS
+from halfstep.step.synchronizers.replicated import broadcast_tensors_
+from halfstep.step.synchronizers.shard_units import NORM_LAYERS
 
 PLAIN, SPLIT, STOCHASTIC = "fp32", "bf16-split", "bf16-stochastic"
 WEIGHT_FORMATS = (PLAIN, SPLIT, STOCHASTIC)
