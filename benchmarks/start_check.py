@@ -31,7 +31,7 @@ from halfstep.formats import FP16
 from halfstep.precision.conversion import has_torchao
 from halfstep.precision.hardware import Device, find_format_support
 from halfstep.precision.precision import resolve_precision_name
-from halfstep.step import start_check
+from halfstep.step.experiment import start_check
 
 WIDTH = 32
 FP8 = torch.float8_e4m3fn

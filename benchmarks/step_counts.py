@@ -155,12 +155,13 @@ def build_watched_step(shape: str) -> Step:
     return build_step_by_hand(shape, watched=True)
 
 
-def build_stepper(shape: str) -> tuple[halfstep.Stepper, Batch]:
+def build_stepper(shape: str, *, check: bool = False) -> tuple[halfstep.Stepper, Batch]:
     model, optimizer, schedule, batch = build_parts(shape)
     average = halfstep.Ema(model, DECAY)
     # As an object: a CPU without bf16 instructions emulates it in every arm, and none of them falls to fp32.
     bf16 = resolve_precision_name("bf16")
-    return halfstep.Stepper(model, optimizer, precision=bf16, clip_norm=CLIP, schedule=schedule, ema=average), batch
+    options: dict[str, Any] = {"clip_norm": CLIP, "schedule": schedule, "ema": average, "check": check}
+    return halfstep.Stepper(model, optimizer, precision=bf16, **options), batch
 
 
 def build_plain_step(shape: str) -> Step:

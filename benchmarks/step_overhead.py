@@ -21,8 +21,9 @@ Rows of models whose tensors are so small that little but Python is left, each w
 178 modules, 161 parameters and 159 buffers of ResNet-50, `transformer_shape` 309 modules and 614 tensors. These and
 the tiny model are timed cold as well (`cold_...`): single steps of all arms in turns, by the CPU time of the thread, so
 that every step finds its caches used by others, as after a data loader. The excess is about a quarter higher there.
-`observed_...` is the time of an observed step over a plain one: of the first step, and of a later one. The counts say
-what one step executes (see step_counts.py), which no other load changes. `--cold` prints these alone.
+`observed_...` is the time of an observed step over a plain one: of the first step, and of a later one; and what all of
+them add to a run of 100 and of 10,000 updates, in plain steps. `start_check_...` is what `check=True` adds. The counts
+say what one step executes (see step_counts.py), which no other load changes. `--cold` prints these alone.
 
 `--against` times halfstep's own arms with the code of this checkout and of another one, in turns: see against.py. `aa`
 is the other checkout against itself.
@@ -65,6 +66,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep import clock
+from halfstep.observe.precision_check import MOST_SECONDS, MOST_STEPS
 from halfstep.precision.flags import read_fp32_flags
 from halfstep.precision.precision import resolve_precision_name
 
@@ -281,20 +283,27 @@ def measured_cold(shape: str, rounds: int) -> dict[str, clock.TimeRatio]:
 
 
 def measured_observed(shape: str) -> dict[str, float]:
-    """The CPU time of observed steps over that of a plain one: of the first, and of a later one."""
+    """The CPU time, in plain steps, of observed steps, of all of them in a run, and of the start check."""
     clock.measure_call_seconds(KINDS["halfstep"]("tiny"), 2)  # modules that torch loads at its first step
-    first, plain, later = [], [], []
+    first, plain, later, checked = [], [], [], []
     for _ in range(3):
+        stepper, batch = build_stepper(shape, check=True)
+        checked.append(seconds_of_cpu(partial(stepper.step, compute_loss, batch)))
         stepper, batch = build_stepper(shape)
         step = partial(stepper.step, compute_loss, batch)
         first.append(seconds_of_cpu(step))
         plain += [seconds_of_cpu(step) for _ in range(8)][2:]
         stepper._look_again()
         later.append(seconds_of_cpu(step))
-    usual = statistics.median(plain)
+    one, again, check = (statistics.median(times) / statistics.median(plain) for times in (first, later, checked))
+    # After updates 10, 100 and 1,000; the tenth is left out where it costs much, see ObservationCost.
+    tenth = one <= MOST_STEPS or statistics.median(first) <= MOST_SECONDS
     return {
-        f"observed_{shape}_first": round(statistics.median(first) / usual, 2),
-        f"observed_{shape}_later": round(statistics.median(later) / usual, 2),
+        f"observed_{shape}_first": round(one, 2),
+        f"observed_{shape}_later": round(again, 2),
+        f"observed_{shape}_in_100_updates": round(one - 1 + tenth * (again - 1), 2),
+        f"observed_{shape}_in_10000_updates": round(one - 1 + (2 + tenth) * (again - 1), 2),
+        f"start_check_{shape}": round(check - one, 2),
     }
 
 

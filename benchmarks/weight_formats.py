@@ -33,7 +33,7 @@ from halfstep.measure.conditions import collect_conditions, describe_conditions
 from halfstep.measure.parity import compare_paired_metrics, compute_margin, compute_smallest_margin
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.recipe.schema import OptimizerOptions
-from halfstep.step.weight_format import split_into_halves_
+from halfstep.step.storage.weight_format import split_into_halves_
 from halfstep.train.optimizers import make_optimizer
 
 RECORD = Path(__file__).with_suffix(".json")

@@ -42,7 +42,7 @@ ALLOWED = {
     "selftest/worker.py": {"importlib.import_module"},
     "store/process.py": {"importlib.import_module", "subprocess.Popen"},
     # Two modules of torchao, by the kind of a state: any other kind is a KeyError.
-    "step/small_states.py": {"import_module"},
+    "step/storage/small_states.py": {"import_module"},
     # Safetensors and GGUF files only, without remote code; from the hub only with --download.
     "data/gguf_base.py": {"AutoModelForCausalLM.from_pretrained", "AutoTokenizer.from_pretrained"},
     "tasks/models/text/building.py": {"AutoConfig.from_pretrained", "AutoModelForCausalLM.from_pretrained"},

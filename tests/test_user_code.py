@@ -12,7 +12,8 @@ import torch
 
 from halfstep import user_code
 from halfstep.observe import nonfinite_origin
-from halfstep.step import rerun, stepper
+from halfstep.step import stepper
+from halfstep.step.experiment import rerun
 from halfstep.user_code import find_running_line, is_user_file, is_user_or_package, shorten_path
 
 HERE = "test_user_code.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,3 +29,8 @@ class Finding(JsonResult):
 
     def __str__(self) -> str:
         return f"{self.severity} {self.id}: {self.evidence} ({self.fix})"
+
+
+def format_first_names(names: Sequence[str]) -> str:
+    """Return the first names, and the number of others."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

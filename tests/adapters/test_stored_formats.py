@@ -22,7 +22,7 @@ from halfstep.adapters.transformers import HalfstepMixin
 from halfstep.errors import HalfstepError, PrecisionNotObserved
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.step.stepper import Stepper
-from halfstep.step.stored_formats import BASE, HEAD, TABLES, TRAINED, WIDENED
+from halfstep.step.storage.stored_formats import BASE, HEAD, TABLES, TRAINED, WIDENED
 from halfstep.tasks.models.text.model import LanguageModel
 from halfstep.tasks.text import Text
 from halfstep.train.setup import build_training_parts

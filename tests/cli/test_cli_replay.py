@@ -25,7 +25,7 @@ from halfstep.precision.precision import resolve_precision_name
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.registry import load_task_file
 from halfstep.runs.resolve import resolve_run_recipe
-from halfstep.step.rerun import ReplayConfig, rerun_step
+from halfstep.step.experiment.rerun import ReplayConfig, rerun_step
 from halfstep.train.run import make_loop
 from halfstep.train.run_folder import open_run
 from tests.support import forked_python

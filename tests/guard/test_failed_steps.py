@@ -34,8 +34,8 @@ from halfstep.guard.failed_steps.writing import build_step_recorder, write_faile
 from halfstep.guard.verdict import Cause, Culprit, FailedStep, ProposedRemedy, StepHistory, Verdict
 from halfstep.precision.island import find_islands
 from halfstep.precision.precision import resolve_precision_name
+from halfstep.step.experiment.rerun import ReplayConfig, rerun_step
 from halfstep.step.report import StepReport
-from halfstep.step.rerun import ReplayConfig, rerun_step
 from halfstep.step.step_inputs import StepInputs
 from halfstep.step.window import Window
 from tests.support.ranks import Ranks

@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
 
 def by_precision(rank: int, kind: str, in_fp8: bool) -> Run:
-    from halfstep.step import float8_gather
+    from halfstep.step.synchronizers import float8_gather
 
     possible = float8_gather._can_gather_in_fp8
     float8_gather._can_gather_in_fp8 = possible if in_fp8 else lambda *_: False
@@ -145,9 +145,10 @@ def test_a_precision_gathers_in_fp8_with_the_bits_of_a_gather_in_bf16(two: Ranks
 
 def with_other_private_classes(rank: int, missing: bool) -> tuple[Run, list[str]]:
     """Train where FSDP2's module is not there, or calls its extension in another way."""
-    from halfstep.step import float8_gather, stepper_base
+    from halfstep.step import stepper_base
+    from halfstep.step.synchronizers import float8_gather
 
-    module, emitted = "halfstep.step.float8_gather", list[str]()
+    module, emitted = "halfstep.step.synchronizers.float8_gather", list[str]()
     emit, pre = stepper_base.StepperBase._emit, float8_gather._Float8WeightShard.fsdp_pre_all_gather
     stepper_base.StepperBase._emit = lambda _, found: emitted.extend(each.id for each in found)  # type: ignore[method-assign]
     try:

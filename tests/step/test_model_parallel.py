@@ -34,7 +34,7 @@ def test_loss_and_norm_of_a_model_over_two_devices_meet_on_one() -> None:
 def test_buffers_on_two_devices_are_judged_together() -> None:
     with FakeTensorMode():
         largest = [torch.empty((), device=place) for place in ("cuda:1", "cuda:0", "cpu")]
-        held: Any = SimpleNamespace(_finite=["a", "b", "c"], largest_magnitudes=lambda: largest)
+        held: Any = SimpleNamespace(_finite=["a", "b", "c"], zeros_if_finite=lambda: largest)
         flag = Rollback.not_finite(held)
         assert flag is not None
         assert flag.device == largest[0].device

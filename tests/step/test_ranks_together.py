@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import halfstep
 from halfstep import Stepper, Window
 from halfstep.errors import HalfstepError, RankFailed, WrongUse
-from halfstep.step.objective import RankVotes
+from halfstep.step.agreement import RankVotes
 from tests.support.combinations import pairwise
 from tests.support.digest import digest_of
 from tests.support.failing import Unreadable, batches, local_digest, loss, stepper_for

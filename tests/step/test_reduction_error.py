@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import halfstep
-from halfstep.step import reduction_error
-from halfstep.step.reduction_error import ReductionErrorMeter
-from halfstep.step.shard_units import apply_fully_shard, create_shard_mesh, list_shard_units
+from halfstep.step.experiment import reduction_error
+from halfstep.step.experiment.reduction_error import ReductionErrorMeter
+from halfstep.step.synchronizers.shard_units import apply_fully_shard, create_shard_mesh, list_shard_units
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from halfstep import island
 from halfstep.errors import WrongUse
-from halfstep.step.shard_units import list_shard_units
+from halfstep.step.synchronizers.shard_units import list_shard_units
 from tests.support.ranks import Ranks
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfstep import Ema, Stepper, Window
 from halfstep.precision.precision import PRECISIONS, resolve_precision_name
-from halfstep.step.weight_format import can_take_bf16_weights
+from halfstep.step.storage.weight_format import can_take_bf16_weights
 from tests.support.combinations import pairwise
 from tests.support.digest import digest_of_run
 from tests.support.models import buffered_model

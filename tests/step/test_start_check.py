@@ -17,8 +17,8 @@ from benchmarks import start_check as bench
 from halfstep import DynamicScale, Guardian, Stepper, distributed
 from halfstep.errors import StartCheckFailed
 from halfstep.precision.precision import resolve_precision_name
-from halfstep.step import start_check
-from halfstep.step.start_check import NOT_CHECKED
+from halfstep.step.experiment import start_check
+from halfstep.step.experiment.start_check import NOT_CHECKED
 from tests.support.models import buffered_model, plain_model
 
 BF16, FP16, FP32 = (resolve_precision_name(name) for name in ("bf16", "fp16", "fp32"))

@@ -14,17 +14,17 @@ from benchmarks.step_counts import Executed, StepWork
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {
-    "tiny.halfstep": (6_600, 285),
-    "tiny.guarded": (7_800, 350),
-    "resnet_shape.halfstep": (78_000, 1_780),
-    "transformer_shape.halfstep": (127_500, 2_425),
+    "tiny.halfstep": (5_100, 215),
+    "tiny.guarded": (6_050, 260),
+    "resnet_shape.halfstep": (35_800, 1_430),
+    "transformer_shape.halfstep": (53_100, 2_200),
 }
 """Bytecodes and calls of Python functions in one step, torch's own among them, on Python 3.11 with torch 2.15."""
 MARGIN = 1.05 if sys.version_info[:2] == (3, 11) else 1.3
 """Other versions of Python compile the same code to other bytecodes."""
 MORE_OPERATIONS = 6
 """Operations of a step beyond those of a loop by hand that neither checks nor restores anything."""
-MOST_LINES = 10_050
+MOST_LINES = 7_500
 """Lines of halfstep in a process that uses its GradScaler and nothing else."""
 
 

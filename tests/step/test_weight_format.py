@@ -15,9 +15,15 @@ from halfstep.errors import StartCheckFailed, StateMismatch, UnknownName, WrongU
 from halfstep.guard.monitors.monitors import Meters
 from halfstep.guard.repair.snapshot import RollbackSnapshot
 from halfstep.precision.precision import resolve_precision_name
-from halfstep.step import weight_format
-from halfstep.step.rerun import widen_trained_weights
-from halfstep.step.weight_format import SPLIT, STOCHASTIC, merge_halves, round_stochastically_, split_into_halves_
+from halfstep.step.experiment.rerun import widen_trained_weights
+from halfstep.step.storage import weight_format
+from halfstep.step.storage.weight_format import (
+    SPLIT,
+    STOCHASTIC,
+    merge_halves,
+    round_stochastically_,
+    split_into_halves_,
+)
 from tests.support.digest import digest_of_run
 from tests.support.ranks import Ranks
 

@@ -10,7 +10,7 @@ import pytest
 from halfstep.precision import select
 from halfstep.precision.select import choose_precision
 from halfstep.step import stepper
-from halfstep.step.start_check import StartCheck, check_start
+from halfstep.step.experiment.start_check import StartCheck, check_start
 from tests.support.devices import named
 from tests.train.test_run_resumed import events, fit, stopped
 

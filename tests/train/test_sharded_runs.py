@@ -25,7 +25,7 @@ from halfstep.journal.text import describe_precision
 from halfstep.precision.precision import PRECISIONS
 from halfstep.recipe.sources import read_recipe
 from halfstep.runs.resolve import resolve_run_recipe
-from halfstep.step import reduction_error
+from halfstep.step.experiment import reduction_error
 from halfstep.train.checkpointing import estimate_checkpoint_size
 from halfstep.train.evaluation import StopEvaluation, evaluate_model
 from halfstep.train.loaders import make_val_loader

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep.errors import BadRecipe
 from halfstep.recipe.schema import OptimizerOptions, WorldOptions
-from halfstep.step.shard_units import list_shard_units
+from halfstep.step.synchronizers.shard_units import list_shard_units
 from halfstep.train.optimizers import count_optimizer_moments
 from halfstep.train.sharding import StateSize, choose_sharding, compile_blocks, synchronize_batchnorm
 

@@ -23,7 +23,7 @@ from halfstep.errors import BadRecipe, MissingExtra, StateMismatch
 from halfstep.journal.jsonl import JOURNAL, read_events
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.recipe.schema import OptimizerOptions
-from halfstep.step.small_states import KIND, find_small_state_kind, split_small_state
+from halfstep.step.storage.small_states import KIND, find_small_state_kind, split_small_state
 from halfstep.train.optimizers import make_optimizer
 from halfstep.train.state import State
 from tests.support.digest import digest_of_run

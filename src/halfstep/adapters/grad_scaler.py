@@ -26,10 +26,10 @@ from halfstep.adapters.scaled_backward import ScaledBackward
 from halfstep.adapters.scaler_slot import ScalerSlot, build_empty_update_error
 from halfstep.errors import PrecisionRefused, StateMismatch, WrongUse
 from halfstep.formats import FP32, widest_dtype
-from halfstep.guard.verdict import Verdict
+from halfstep.step.agreement import LocalFlags
+from halfstep.step.census import list_optimizer_parameters
 from halfstep.step.ema import StepCounts
-from halfstep.step.objective import LocalFlags
-from halfstep.step.optimizer_slot import list_optimizer_parameters, move_number_to_device
+from halfstep.step.optimizer_slot import move_number_to_device
 from halfstep.step.ranks import Ranks
 from halfstep.step.report import (
     BUFFER_NOT_FINITE,
@@ -43,6 +43,7 @@ from halfstep.step.report import (
 
 if TYPE_CHECKING:
     from halfstep.finding import Finding
+    from halfstep.guard.verdict import Verdict
     from halfstep.precision.precision import Precision
 
 NOT_STEPPED = GUARD + "loop"
@@ -401,11 +402,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _buffer_flags(self, ranks: int, device: torch.device) -> list[Tensor]:
         """Return numbers of which one is not finite if an included buffer is not."""
-        largest = [move_number_to_device(device, number) for number in self._included.largest_magnitudes()]
+        zeros = [move_number_to_device(device, number) for number in self._included.zeros_if_finite()]
         if ranks == 1:
-            return largest
-        # One on every rank, whose parts of a model may have other buffers; a sum of the largest could overflow.
-        return [torch.stack(largest).amax() * 0.0 if largest else self._constants_on(device)[0]]
+            return zeros
+        # One on every rank, whose parts of a model may have other buffers.
+        return [torch.stack(zeros).sum() if zeros else self._constants_on(device)[0]]
 
     def _reason(self, agreed: _AgreedNumbers) -> str | None:
         if agreed.loss is not None and not math.isfinite(agreed.loss):

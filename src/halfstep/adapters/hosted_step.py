@@ -17,7 +17,7 @@ from halfstep.guard.guardian import Guardian
 from halfstep.guard.repair.paste import Loop
 from halfstep.guard.streak import Limits
 from halfstep.guard.verdict import GuardEvent, Level
-from halfstep.observe.recorder import strip_compile_wrappers
+from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.step.checks import refuse_strict, refuse_weight_format
 from halfstep.step.earlier_steps import forget_earlier_steps
 from halfstep.step.ema import Ema

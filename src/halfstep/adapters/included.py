@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import WrongUse
 from halfstep.finding import Finding
+from halfstep.step.census import Census
 from halfstep.step.checks import check_no_lazy_modules, check_no_optimizer_in_backward
-from halfstep.step.optimizer_slot import ParamTracker
 from halfstep.step.rollback import Rollback, has_state_dict
 from halfstep.user_code import warn_user
 
@@ -201,8 +201,8 @@ class IncludedObjects:
     """Modules and stateful objects: saved at the start of a window, restored on a skip."""
 
     def __init__(self) -> None:
-        self._rollback = Rollback(_warn_about_findings)
-        self._modules: list[tuple[nn.Module, ParamTracker]] = []
+        self._census = Census()
+        self._rollback = Rollback(_warn_about_findings, self._census)
         self._empty = True
         self._begun, self._seen, self._undecided = False, False, True
         self._trained = False
@@ -217,7 +217,6 @@ class IncludedObjects:
         if isinstance(thing, nn.Module):
             check_no_lazy_modules(thing)
             check_no_optimizer_in_backward(thing, {})
-            self._modules.append((thing, ParamTracker(thing, [])))
             # Those of torch.jit accept no hook: everything is saved after each update, as for a compiled module.
             if not isinstance(thing, torch.jit.ScriptModule):
                 thing.register_forward_pre_hook(_ForwardHook(self.forward_begins))
@@ -234,7 +233,7 @@ class IncludedObjects:
     @property
     def modules(self) -> list[nn.Module]:
         """The modules that are covered."""
-        return [module for module, _ in self._modules]
+        return self._census.included
 
     def forward_begins(self, module: nn.Module) -> None:
         """Save everything at the first forward pass of a window: one with gradients enabled, or a teacher's.
@@ -260,16 +259,13 @@ class IncludedObjects:
         self._remember()
 
     def _remember(self) -> None:
-        if any([tracker.change() for _, tracker in self._modules]):
-            for _, tracker in self._modules:
-                tracker.look()
-            self._rollback.follow()
+        self._census.update()
         self._rollback.remember()
         self._undecided = True
 
-    def largest_magnitudes(self) -> list[Tensor]:
-        """Return the largest magnitude in each buffer that once was finite; on the device, nothing is read."""
-        return self._rollback.largest_magnitudes()
+    def zeros_if_finite(self) -> list[Tensor]:
+        """Return numbers on the device, zero if all buffers that once were finite still are; else one is NaN."""
+        return self._rollback.zeros_if_finite()
 
     def first_not_finite(self) -> str | None:
         """Return the name of a buffer that this window made non-finite, or None; reads the device."""

@@ -30,11 +30,11 @@ from halfstep.adapters.hosted_step import (
     unwrap_ddp,
 )
 from halfstep.errors import StateMismatch, WrongUse
-from halfstep.finding import Finding
+from halfstep.finding import Finding, format_first_names
 from halfstep.precision.select import Choice, choose_precision
-from halfstep.step.optimizer_slot import list_optimizer_parameters
+from halfstep.step.census import list_optimizer_parameters
 from halfstep.step.report import StepReport
-from halfstep.step.stored_formats import TRAINED, format_first_names, store_trained_in_fp32
+from halfstep.step.storage.stored_formats import TRAINED, store_trained_in_fp32
 from halfstep.user_code import warn_user
 
 if TYPE_CHECKING:

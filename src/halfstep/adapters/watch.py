@@ -53,16 +53,17 @@ from halfstep.observe.backward_calls import (
     listen_to_backward,
     stop_listening,
 )
-from halfstep.observe.recorder import has_compiled_code, strip_compile_wrappers
+from halfstep.observe.identities import strip_compile_wrappers
+from halfstep.observe.recorder import has_compiled_code
 from halfstep.precision.island import find_islands
 from halfstep.precision.precision import Precision, resolve_precision_name, widen
 from halfstep.printable import escape_unprintable
 from halfstep.random_state import collect_torch_rng_states
-from halfstep.step.buffers import Buffers, read_version_counter
+from halfstep.step.census import Buffers, list_optimizer_parameters, read_version_counter
 from halfstep.step.checks import check_no_optimizer_in_backward, check_steps_once
-from halfstep.step.optimizer_slot import Gradients, list_optimizer_parameters, stack_numbers
+from halfstep.step.experiment.rerun import ReplayConfig
+from halfstep.step.optimizer_slot import Gradients, stack_numbers
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, OptimizerReport, StepReport
-from halfstep.step.rerun import ReplayConfig
 from halfstep.step.step_inputs import LossFactors, LossReach, StepInputs, list_batch_versions
 
 MOST_BATCH_BYTES = 2**28

@@ -16,8 +16,8 @@ from halfstep.guard.repair.remedies import Remedies, RemedyApplier
 from halfstep.guard.repair.snapshot import RollbackSnapshot
 from halfstep.guard.streak import FALLS, Limits, OverflowCounter, SkipCounter, Streak
 from halfstep.guard.verdict import FailedStep, GuardEvent, Kind, Level, StepHistory
+from halfstep.step.experiment.rerun import OtherWeights
 from halfstep.step.report import StepReport, parse_guard_name
-from halfstep.step.rerun import OtherWeights
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
 
@@ -140,7 +140,10 @@ class Guardian:
             if self._meters is not None:
                 self._meters.abandon()
             raise
-        self._after(report, again)
+        if self._is_uneventful(report):
+            self._count_applied(report)
+        else:
+            self._after(report, again)
         return report
 
     def look(self, report: StepReport) -> None:
@@ -168,6 +171,11 @@ class Guardian:
             self._before_update.take_if_early()
         return True
 
+    def _is_uneventful(self, report: StepReport) -> bool:
+        """Return whether nothing is to be examined, as after nearly every step."""
+        quiet = report.applied and not (self._streaks or self._spike.notices or self.remedies.placed)
+        return quiet and (self._meters is None or not self._meters.has_sample)
+
     def _after(self, report: StepReport, again: LossFunction | None) -> None:
         # A diagnosis communicates between the ranks of this model, which may be fewer than all.
         with self.stepper.ranks.here():
@@ -184,17 +192,20 @@ class Guardian:
         else:
             self._count_refusal(report, guard)
 
-    def _applied(self, report: StepReport) -> None:
+    def _count_applied(self, report: StepReport) -> None:
         self._diagnoser.remember(report, self._rate)
         if self.limits.diagnoses:
             self._before_update.note_result()
         self._skips.applied()
+        self._applied_since_failure += 1
+
+    def _applied(self, report: StepReport) -> None:
+        self._count_applied(report)
         if self._streaks:
             self._collapse.applied(report)
             self._streaks = {n: s for n, s in self._streaks.items() if not set(n.split(AND)) <= report.parts.keys()}
         if self._spike.notices:
             self._handle_loss_spikes(report)
-        self._applied_since_failure += 1
         if self._applied_since_failure >= self.limits.probation and self.remedies.placed:
             self._lift()
 

@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from halfstep.formats import Format, is_narrow
+from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.observe.layer_sums import LAYERS, LayerSums, compute_without_recording, sample_positions
-from halfstep.observe.recorder import OUTSIDE, strip_compile_wrappers
+from halfstep.observe.recorder import OUTSIDE
 
 _SAMPLED = 4096
 """Elements of an output that are kept."""

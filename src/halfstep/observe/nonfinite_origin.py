@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 from halfstep import distributed
 from halfstep.formats import name_dtype
 from halfstep.observe.emulate import run_in_fp32
+from halfstep.observe.identities import identify_storage, strip_compile_wrappers
 from halfstep.observe.reachable import iterate_tensor_leaves
-from halfstep.observe.recorder import Operation, identify_storage, strip_compile_wrappers
+from halfstep.observe.recorder import Operation
 from halfstep.user_code import find_running_line
 
 Kinds = frozenset[str]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -77,7 +79,8 @@ def _format_shares(seen: Observation) -> str:
     return ", ".join(f"{name} {format_percent(part / total)}" for name, part in seen.flops.items())
 
 
-_FIRST, _FACTOR = 10, 10
+FIRST_AGAIN, _FACTOR = 10, 10
+"""The update at which a step is observed again, and the ratio of each further one to the one before."""
 
 
 def can_observe_again(model: nn.Module) -> bool:
@@ -90,23 +93,53 @@ def can_observe_again(model: nn.Module) -> bool:
 class ObservationSchedule:
     """The updates at which to observe again: the tenth, and then ten times as many each time.
 
-    An observed step costs as much as a few steps, so that its share of a long run vanishes.
+    An observed step costs as much as 4 to 11 steps, more with more modules; its share of a long run vanishes.
     """
 
     def __init__(self) -> None:
-        self._next = _FIRST
+        self.next_update = FIRST_AGAIN
+        """The number of applied updates after which a step is observed next."""
 
     def continue_from(self, other: ObservationSchedule) -> None:
         """Observe at the updates at which another schedule would."""
-        self._next = other._next
+        self.next_update = other.next_update
 
     def due(self, applied: int) -> bool:
         """Return True once for each of them, however often a step is repeated."""
-        if applied < self._next:
+        if applied < self.next_update:
             return False
-        while self._next <= applied:
-            self._next *= _FACTOR
+        while self.next_update <= applied:
+            self.next_update *= _FACTOR
         return True
+
+
+class ObservationCost:
+    """What the first steps of a run take: the first one, which is observed, and those after it."""
+
+    def __init__(self) -> None:
+        self._began = self._observed = 0.0
+        self._plain = math.inf
+
+    def begin(self) -> None:
+        """Start the clock."""
+        self._began = time.perf_counter()
+
+    def end(self, *, observed: bool) -> None:
+        """Note what a step took."""
+        took = time.perf_counter() - self._began
+        if observed:
+            self._observed = max(self._observed, took)
+        else:
+            self._plain = min(self._plain, took)
+
+    @property
+    def is_high(self) -> bool:
+        """Whether an observation at the tenth update would show in a short run."""
+        return self._observed > MOST_SECONDS and self._observed > MOST_STEPS * self._plain
+
+
+MOST_STEPS, MOST_SECONDS = 5, 0.25
+"""Plain steps, and seconds, that the first observed step may take; beyond both, the tenth update is not observed."""
 
 
 class PrecisionObserver:

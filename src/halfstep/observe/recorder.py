@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep import distributed
 from halfstep.formats import is_narrow
+from halfstep.observe.identities import identify_storage, strip_compile_wrappers
 from halfstep.observe.reachable import iterate_reachable
 from halfstep.precision import island
 from halfstep.user_code import ASKS, HALFSTEP, TORCH, find_running_line
@@ -438,11 +438,6 @@ def _list_place_fields(place: ModelPlace, backward: bool, node: int | None) -> t
     return place.module, backward, place.widened, node, place.islands
 
 
-def strip_compile_wrappers(path: str) -> str:
-    """Return a path without the wrappers that torch.compile puts around modules."""
-    return ".".join(name for name in path.split(".") if name != "_orig_mod")
-
-
 def _is_recomputing() -> bool:
     """Return whether backward recomputes a part of forward, as with activation checkpointing."""
     # A frame of torch.utils.checkpoint between here and the autograd engine is the sign of it.
@@ -456,16 +451,6 @@ def _is_recomputing() -> bool:
 
 def _list_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def identify_storage(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's memory; 0 for fake and sparse tensors, and for wrappers without any."""
-    try:
-        # For every tensor of a step: those of the two usual classes are no shards.
-        own = tensor if type(tensor) in (Tensor, nn.Parameter) else distributed.unwrap_local_tensor(tensor)
-        return int(own.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 _SHARES_MEMORY = (os.path.join(TORCH, "distributed", "fsdp"), os.path.join(TORCH, "nn", "parallel", "distributed.py"))

@@ -191,15 +191,25 @@ class _Fp32Scope:
     def __init__(self, mode: Fp32Mode, switches: tuple[Switch, ...]) -> None:
         self._mode, self._switches = mode, switches
         self._good = _STRICT if mode == "ieee" else (mode,)
+        self._plain = [switch for switch in switches if switch != ONEDNN_GPU]
         self._before: list[SavedFlags | None] = []
 
     def __enter__(self) -> None:
         # The usual case, at the cost of a few reads: a step enters this scope every time.
-        if all(read_switch(switch) in self._good for switch in self._switches) and is_tf32_state_consistent():
+        if self._has_wanted_values():
             self._before.append(None)
             return
         self._before.append(save_flags())
         set_fp32_mode(self._mode)
+
+    def _has_wanted_values(self) -> bool:
+        read, good = torch._C._get_fp32_precision_getter, self._good
+        for backend, operation in self._plain:
+            if read(backend, operation) not in good:
+                return False
+        if len(self._plain) < len(self._switches) and read_switch(ONEDNN_GPU) not in good:
+            return False
+        return is_tf32_state_consistent()
 
     def __exit__(self, *_: object) -> None:
         before = self._before.pop()
@@ -215,6 +225,10 @@ class _SharedSwitch:
 
     def __init__(self) -> None:
         self._lock, self._open, self._before = threading.Lock(), 0, _UNCHANGED
+
+    def is_needed(self) -> bool:
+        """Return whether a scope has anything to remember or to set; without a lock."""
+        return True
 
     def open(self) -> None:
         """Remember the switch's value, and set it, unless an open scope has done so or there is nothing to set."""
@@ -268,15 +282,19 @@ class _BackwardAutocastSwitch(_SharedSwitch):
 
     _compiles = False
 
-    def enter(self) -> Any:
+    def is_needed(self) -> bool:
         # Setting costs 10 us, so nothing is set in a process that has given nothing to torch.compile. torch's own
         # `disable` leaves a backend of None there.
-        if not self._compiles:
-            dynamo = sys.modules.get("torch._dynamo.eval_frame")
-            if any(map(callable, getattr(dynamo, "cached_backends", {}).values())):
-                import torch._functorch.config as config
+        if self._compiles:
+            return True
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        return dynamo is not None and any(map(callable, getattr(dynamo, "cached_backends", {}).values()))
 
-                self._compiles = hasattr(config, "backward_pass_autocast")  # not public: another torch may lack it
+    def enter(self) -> Any:
+        if not self._compiles:
+            import torch._functorch.config as config
+
+            self._compiles = hasattr(config, "backward_pass_autocast")  # not public: another torch may lack it
         if not self._compiles:
             return _UNCHANGED
         before = self.read()
@@ -302,13 +320,18 @@ class _SharedSwitchScope:
 
     def __init__(self, inner: AbstractContextManager[None], switch: _SharedSwitch) -> None:
         self._inner, self._switch = inner, switch
+        self._opened: list[bool] = []
 
     def __enter__(self) -> None:
         self._inner.__enter__()
-        self._switch.open()
+        needed = self._switch.is_needed()
+        self._opened.append(needed)
+        if needed:
+            self._switch.open()
 
     def __exit__(self, *error: Any) -> None:
-        self._switch.close()
+        if self._opened.pop():
+            self._switch.close()
         self._inner.__exit__(*error)
 
 

@@ -49,8 +49,8 @@ from halfstep.runs.finished import load_saved_task
 from halfstep.runs.registry import resolve_own_task
 from halfstep.runs.replay_page import FailedStepList, ListedStep, RecordedStep, ReplayReport, Rerun
 from halfstep.status_line import OnProgress
+from halfstep.step.experiment.rerun import ReplayConfig
 from halfstep.step.report import GRADIENT_NOT_FINITE, LOSS_NOT_FINITE, parse_guard_name
-from halfstep.step.rerun import ReplayConfig
 from halfstep.step.step_inputs import StepInputs
 from halfstep.terminal import display_progress
 from halfstep.train.environment import list_environment_changes

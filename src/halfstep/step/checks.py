@@ -12,12 +12,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.errors import StateMismatch, TornUpdate, WrongUse
-from halfstep.finding import Finding
-from halfstep.formats import FP64
+from halfstep.finding import Finding, format_first_names
+from halfstep.formats import FP64, is_narrow
 from halfstep.observe.reachable import find_reachable_instances, list_global_names
+from halfstep.step.census import list_optimizer_parameters
 from halfstep.step.containers import MOST_ARRAY_BYTES, MOST_MEMBERS
-from halfstep.step.optimizer_slot import list_optimizer_parameters
-from halfstep.step.stored_formats import check_trained_weights_wide, format_first_names
 
 if TYPE_CHECKING:
     from halfstep.precision.precision import Precision
@@ -40,7 +39,10 @@ def check_model_and_optimizers(
         _check_belongs_to_model(name, owned, names)
         _check_meta_and_foreign(owned, names, ranks)
         trained = [p for p in owned if p.requires_grad and not (narrow and p.dtype is torch.bfloat16)]
-        check_trained_weights_wide(trained, model, names)
+        if any(is_narrow(p.dtype) for p in trained):
+            from halfstep.step.storage.stored_formats import check_trained_weights_wide  # most weights are in fp32
+
+            check_trained_weights_wide(trained, model, names)
     check_no_optimizer_in_backward(model, optimizers)
     _check_distinct_parameters(optimizers, names)
     return _find_stale_optimizer(model, optimizers)

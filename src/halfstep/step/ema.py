@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -14,12 +13,12 @@ from torch.nn.parameter import is_lazy
 
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys
 from halfstep.formats import widen
-from halfstep.observe.recorder import strip_compile_wrappers
-from halfstep.step.buffers import Buffers, have_different_bits, read_version_counter
-from halfstep.step.memory import SMALL
+from halfstep.observe.identities import strip_compile_wrappers
+from halfstep.step.census import SHAPE, Buffers, are_same, read_version_counter
+from halfstep.step.memory import SMALL, have_different_bits
 
 if TYPE_CHECKING:
-    from halfstep.step.weight_format import NarrowWeights
+    from halfstep.step.storage.weight_format import NarrowWeights
 
 
 class StepCounts:
@@ -108,8 +107,11 @@ class Ema:
         self._averages = [known.get(id(p), self._wide(p).clone()) for p in self._parameters]
         self._buffers = Buffers(self._model)
         self._copies = _clone_tensors(self._named_buffers())
-        self._sources: list[Tensor] = []
-        self._small: list[tuple[Tensor, Tensor]] = []
+        self._sources: list[Tensor | None] | None = None
+        """The buffers that the copies belong to; None if they are to be paired anew."""
+        self._small_buffers: list[Tensor] = []
+        self._small_copies: list[Tensor] = []
+        self._small_shapes: list[torch.Size] = []
         self._large: list[tuple[Tensor, Tensor, int]] = []
 
     def _wide(self, p: Tensor) -> Tensor:
@@ -135,12 +137,14 @@ class Ema:
 
     def _copy_buffers(self) -> None:
         """Copy small buffers each time, and large ones, such as masks, if they were written since."""
-        now = list(self._buffers)
-        same = len(now) == len(self._sources) and all(map(is_, now, self._sources))
-        if not same or any([copy.shape != buffer.shape for copy, buffer in self._small]):
+        if (
+            self._sources is None
+            or not are_same(self._buffers.values(), self._sources)
+            or list(map(SHAPE, self._small_buffers)) != self._small_shapes
+        ):
             self._look_at_buffers()
-        if self._small:
-            torch._foreach_copy_([copy for copy, _ in self._small], [buffer for _, buffer in self._small])
+        if self._small_buffers:
+            torch._foreach_copy_(self._small_copies, self._small_buffers)
         for place, (copy, buffer, version) in enumerate(self._large):
             if buffer._version != version:
                 copy.copy_(buffer)
@@ -151,10 +155,12 @@ class Ema:
         named = self._named_buffers()
         if not _have_same_shapes(self._copies, named):
             self._copies = _clone_tensors(named)
-        self._sources = list(self._buffers)
+        self._sources = self._buffers.values()
         pairs = [(self._copies[name], buffer) for name, buffer in named.items()]
-        self._small = [pair for pair in pairs if pair[1].numel() <= SMALL or read_version_counter(pair[1]) < 0]
-        known = {id(buffer) for _, buffer in self._small}
+        small = [pair for pair in pairs if pair[1].numel() <= SMALL or read_version_counter(pair[1]) < 0]
+        self._small_copies, self._small_buffers = [copy for copy, _ in small], [buffer for _, buffer in small]
+        self._small_shapes = list(map(SHAPE, self._small_copies))
+        known = set(map(id, self._small_buffers))
         self._large = [(copy, buffer, -1) for copy, buffer in pairs if id(buffer) not in known]
 
     @torch.no_grad()
@@ -231,7 +237,7 @@ class Ema:
             for name, average in self.averages().items():
                 average.copy_(state["averages"][name])
         # Without sources the next update pairs the loaded copies with the model's buffers again.
-        self._copies, self._sources = _clone_tensors(state["buffers"]), []
+        self._copies, self._sources = _clone_tensors(state["buffers"]), None
         self._large = []
 
     # Not on `in_place`: round a generator torch (2.10 to 2.15) raises with a call that Python 3.12 deprecates.

@@ -63,6 +63,8 @@ def split_loss_and_aux(result: Any) -> tuple[Any, Any]:
 
     Raises WrongUse for anything else; a plain tuple is refused, because it could mean (loss, metric) or (sum, count).
     """
+    if type(result) is Tensor:
+        return result, None
     if isinstance(result, Out):
         return split_loss_and_aux(result.loss)[0], result.aux
     # Hugging Face's ModelOutput is a dict as well, but one with an attribute `loss`.

@@ -12,6 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 SMALL = 2**16
 """Elements: statistics and counters have fewer, tables and masks more."""
 
+_FEW = 16
+"""Rows up to which a copy of each costs no more than one of a joined memory."""
+
 Storage = torch.UntypedStorage
 
 
@@ -71,9 +74,11 @@ class CopiedTensor(NamedTuple):
     copy: Tensor
 
     def before(self) -> Tensor:
-        """Return the copy in the tensor's format, shape and strides; it shares the copy."""
+        """Return the copy in the tensor's format, shape and strides; it may share the copy."""
         row = torch.empty(0, dtype=self.alias.dtype, device=self.copy.device)
-        storage, size, strides = self.copy.untyped_storage(), self.alias.size(), self.alias.stride()
+        # With its own memory: as a part of a joined one, it may start at an address that the format does not allow.
+        own = self.copy if self.copy.untyped_storage().nbytes() == self.copy.nbytes else self.copy.clone()
+        storage, size, strides = own.untyped_storage(), self.alias.size(), self.alias.stride()
         return row.set_(storage, 0, size, strides)  # type: ignore[call-overload,no-any-return]
 
 
@@ -97,17 +102,49 @@ class MemoryCopies:
         entries = list(copied)
         self.rows = [entry.row for entry in entries]
         self.copies = [entry.copy for entry in entries]
+        self._is_renewed = False
+        self._joined: list[tuple[list[Tensor], Tensor]] | None = None
+        """Small rows of one format, each with the memory that all of their copies are parts of."""
+        self._others: tuple[list[Tensor], list[Tensor]] = [], []
 
     def add(self, row: Tensor, copy: Tensor | None = None) -> Tensor:
         """Cover a row, with the copy that an earlier window made of it, or a new one; return the copy."""
+        self._joined = None
         self.rows.append(row)
         self.copies.append(row.clone() if copy is None else copy)
         return self.copies[-1]
 
     def renew(self) -> None:
         """Copy all rows anew, in one call: a model can have hundreds of small buffers."""
-        if self.rows:
-            torch._foreach_copy_(self.copies, self.rows)
+        if len(self.rows) < _FEW or not self._is_renewed:
+            # Some models have other buffers in each step: their copies are not worth joining.
+            self._is_renewed = True
+            if self.rows:
+                torch._foreach_copy_(self.copies, self.rows)
+            return
+        if self._joined is None:
+            self._join()
+        for rows, joined in self._joined or ():
+            torch.cat(rows, out=joined)
+        if self._others[0]:
+            torch._foreach_copy_(*self._others)
+
+    def _join(self) -> None:
+        """Give the copies of small rows one memory, into which a single kernel writes."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        self._joined, self._others = [], ([], [])
+        for place, row in enumerate(self.rows):
+            if row.nbytes <= SMALL:
+                kinds.setdefault((row.device, row.dtype), []).append(place)
+            else:
+                self._others[0].append(self.copies[place])
+                self._others[1].append(row)
+        for places in kinds.values():
+            rows = [self.rows[place] for place in places]
+            joined = torch.cat([self.copies[place] for place in places])
+            for place, part in zip(places, joined.split([len(row) for row in rows]), strict=True):
+                self.copies[place].set_(part)  # type: ignore[call-overload]  # others hold this tensor
+            self._joined.append((rows, joined))
 
     def write_back(self) -> None:
         """Write the copies back where the memory differs from them."""
@@ -119,6 +156,22 @@ class MemoryCopies:
             # Compared first: nothing else is touched, and memory that cannot be written is rarely one that was.
             if not torch.equal(row, copy):
                 row.copy_(copy)
+
+
+def have_different_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors differ in any visible bit: -0.0 is not 0.0, and NaN differs from itself."""
+    if a.layout is not torch.strided:
+        return not have_same_sparse_values(a, b)
+    if not torch.equal(a, b):
+        return True
+    # torch.equal takes -0.0 for 0.0. NaN differs from itself, so a buffer with NaN counts as written, which is safe.
+    return a.is_floating_point() and not torch.equal(a.signbit(), b.signbit())
+
+
+def have_same_sparse_values(a: Tensor, b: Tensor) -> bool:
+    """Return whether two sparse tensors hold the same numbers."""
+    same = a.shape == b.shape and a.layout == b.layout
+    return same and torch.equal(a.to_sparse().coalesce().values(), b.to_sparse().coalesce().values())
 
 
 class WeakStorageCopy:

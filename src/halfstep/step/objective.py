@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -12,12 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from halfstep.errors import RanksDisagree, WrongUse
+from halfstep.errors import WrongUse
 from halfstep.formats import FP32, FP64, Format
 from halfstep.step.direct_backward import run_backward
 from halfstep.step.ema import StepCounts
 from halfstep.step.loss import LossSlot
-from halfstep.step.optimizer_slot import OptimizerSlot, compute_clip_factor, compute_fp32_norm, move_number_to_device
+from halfstep.step.optimizer_slot import (
+    OptimizerSlot,
+    compute_clip_factor,
+    compute_fp32_norm,
+    is_clearly_below,
+)
 from halfstep.step.ranks import Ranks
 from halfstep.step.report import (
     GRADIENT_NOT_FINITE,
@@ -29,6 +33,7 @@ from halfstep.step.report import (
 )
 
 _PLACE = itemgetter(0)
+_LARGEST = FP32.largest
 
 
 class Objective:
@@ -108,7 +113,9 @@ class Objective:
 
     def collect(self) -> None:
         """Collect the gradients that backward left; raise WrongUse if it reached no optimizer."""
-        reached = any([slot.gradients.collect() for slot in self.slots])
+        reached = False
+        for slot in self.slots:
+            reached |= slot.gradients.collect()
         # A rank without a batch has none if no other rank has a batch either.
         if not reached and self.loss.microbatches:
             raise WrongUse(
@@ -124,9 +131,12 @@ class Objective:
             self.loss.read(total / self.loss.microbatches, None)
         else:
             self.loss.read(total, next(numbers))
-        together = next(numbers)
-        self._read_norms([next(numbers) for _ in self.slots] if len(self.slots) > 1 else [together])
-        self.norm = together * self.loss.factor
+        self.norm = next(numbers) * self.loss.factor
+        if len(self.slots) == 1:
+            self.slots[0].norm = self.norm
+            return
+        for slot in self.slots:
+            slot.norm = next(numbers) * self.loss.factor
 
     def read_on_ranks(self, numbers: Iterator[float], norms: Iterator[float], ranks: int, with_a_batch: int) -> float:
         """Take the numbers that all ranks agreed on, and return the sum of the squared norms, still scaled."""
@@ -152,7 +162,7 @@ class Objective:
 
     @property
     def _norm_fits(self) -> bool:
-        return self.norm <= FP32.largest or self.norm <= self._norm_format.largest
+        return self.norm <= _LARGEST or self.norm <= self._norm_format.largest
 
     @property
     def _norm_format(self) -> Format:
@@ -182,7 +192,7 @@ class Objective:
     def ready(self) -> None:
         """Unscale and clip gradients, in one multiplication."""
         together = 1.0
-        if self._clip_norm is not None:
+        if self._clip_norm is not None and not is_clearly_below(self.norm, self._clip_norm):
             together = compute_clip_factor(self.norm, self._clip_norm, self._norm_format)
         for slot in self.slots:
             own = 1.0
@@ -211,186 +221,19 @@ def _format_optimizer_names(slots: Sequence[OptimizerSlot]) -> str:
     return ", ".join(repr(slot.name) for slot in slots)
 
 
-# -- agreement --------------------------------------------------------------------------------------------------------
-# Agree with all ranks before an update: one small vector, summed once and read once.
-
-
-_MOST = 2**13
-"""Ranks whose votes can be counted: four counters of 13 bits and one bit fit the exact integers of a float64."""
-
-
-@dataclass(frozen=True)
-class RankVotes:
-    """The number of ranks that report something besides their numbers; packed into one number."""
-
-    stop: int = 0
-    """Ranks that ask all ranks to stop after this step."""
-    abort: int = 0
-    """Ranks that failed in this window."""
-    no_batch: int = 0
-    """Ranks that had no batch and contributed zeros."""
-    bad_buffer: int = 0
-    """Ranks with a buffer that this window made non-finite."""
-    save: int = 0
-    """Whether rank 0 asks all ranks to save after this step; no other rank may set it."""
-
-    def packed(self) -> int:
-        # Without bad_buffer, which is a flag on the device and is added there: packing it here would need a host read.
-        """Return this rank's votes as one number."""
-        return self.stop + _MOST * (self.abort + _MOST * self.no_batch) + _MOST**4 * self.save
-
-    @classmethod
-    def unpacked(cls, total: float) -> RankVotes:
-        """Return the number of votes of each kind in a sum of packed votes."""
-        rest, counts = int(total), []
-        for _ in range(4):
-            rest, count = divmod(rest, _MOST)
-            counts.append(count)
-        stop, abort, no_batch, bad_buffer = counts
-        return cls(stop, abort, no_batch, bad_buffer, save=rest)
-
-
-class LocalFlags:
-    """Flags of this rank that are read with the agreement: each further read would synchronize with the host again."""
-
-    def __init__(self, bad_buffer: Tensor | None, more: Sequence[Tensor] = ()) -> None:
-        self.bad_buffer, self._more = bad_buffer, more
-        """Whether a buffer is non-finite: counted over all ranks."""
-        self.read: list[float] = []
-        """The other flags as numbers, once the host has read them; no other rank learns them."""
-
-    def read_alone(self, numbers: Sequence[Tensor], device: torch.device) -> list[float]:
-        """Read some numbers and the flags, without other ranks."""
-        found: list[float] = torch.stack(
-            [move_number_to_device(device, number) for number in (*numbers, *self._more)]
-        ).tolist()  # host read
-        self.read = found[len(numbers) :]
-        return found[: len(numbers)]
-
-    def read_with(self, agreed: Tensor) -> list[float]:
-        """Read a vector that all ranks have agreed on, and the flags."""
-        more = [move_number_to_device(agreed.device, flag).to(agreed.dtype).view(1) for flag in self._more]
-        found: list[float] = (torch.cat([agreed, *more]) if more else agreed).tolist()  # host read
-        self.read = found[len(agreed) :]
-        return found[: len(agreed)]
-
-
-AGREEMENT_BYTES = 128
-MOST_IN_128_BYTES = 4
-"""Optimizers that fit a vector of 16 numbers; each further one may add a loss, a count and a norm."""
-
-
-class RankAgreement:
-    """The vector of a step. It has the same length on every rank, so that a failed rank can vote too."""
-
-    def __init__(self, ranks: Ranks, optimizers: int) -> None:
-        self._ranks = ranks
-        # Fixed when the Stepper is built: a failed rank does not know what its window would have held.
-        self._length = AGREEMENT_BYTES // 8 + 3 * max(0, optimizers - MOST_IN_128_BYTES)
-
-    def on(
-        self, objectives: Sequence[Objective], token: int, votes: RankVotes, flags: LocalFlags, *, fix: str
-    ) -> RankVotes:
-        """Run the only collective of a step, read it once on the host, and return the votes of all ranks.
-
-        Raises RanksDisagree if tokens differ, because the ranks are not at the same step, or if gradients differ;
-        `fix` is the advice for that case.
-        """
-        # One vector on one device: each further tensor would be one more synchronization with the host.
-        device = objectives[0].loss.device
-        if self._ranks.size == 1:
-            return self._decide_alone(objectives, votes, flags, device)
-        body = [
-            move_number_to_device(device, number).double()
-            for objective in objectives
-            for number in objective.numbers_on_ranks()
-        ]
-        shares = [move_number_to_device(device, share).double() for o in objectives for share in o.squared_shares()]
-        squared = torch.stack(shares).sum()
-        vote = torch.tensor([token, token**2, votes.packed()], dtype=torch.float64, device=device)
-        if flags.bad_buffer is not None:
-            vote[2] += move_number_to_device(device, flags.bad_buffer) * float(_MOST**3)
-        # Padded to one pair for each possible loss, so that a rank without a batch finds the norms at the same place.
-        body += [torch.zeros_like(squared)] * (2 * (len(shares) - len(objectives)))
-        # n times the sum of squares equals the square of the sum only if all ranks have the same norm: two numbers
-        # compare all ranks, at any world size.
-        numbers = torch.cat([vote, torch.stack([squared.square() * self._ranks.size, *body, *shares])])
-        agreed, found = self._sum(numbers, flags)
-        if found.abort:
-            return found
-        self._read(objectives, agreed, max(1, self._ranks.size - found.no_batch), fix)
-        return found
-
-    def abort(self, device: torch.device) -> None:
-        """Vote that this rank has failed: no rank applies this window, at any stage of the step."""
-        # Token 0: with an abort in the sum, tokens are not compared.
-        numbers = torch.tensor([0.0, 0.0, RankVotes(abort=1).packed()], dtype=torch.float64, device=device)
-        self._sum(numbers, LocalFlags(None))
-
-    def _sum(self, numbers: Tensor, flags: LocalFlags) -> tuple[list[float], RankVotes]:
-        # all_reduce needs the same length everywhere, also from a rank that has nothing but its vote.
-        padded = numbers.new_zeros(self._length)
-        padded[: len(numbers)] = numbers
-        agreed = flags.read_with(self._ranks.agree(padded))
-        found = RankVotes.unpacked(agreed[2])
-        if not found.abort:
-            _check_same_step(agreed[0], agreed[1], self._ranks.size)
-        return agreed[3:], found
-
-    def _decide_alone(
-        self, objectives: Sequence[Objective], votes: RankVotes, flags: LocalFlags, device: torch.device
-    ) -> RankVotes:
-        # One tensor for all numbers: the host waits for the device once.
-        flat = [number for objective in objectives for number in objective.numbers()]
-        if flags.bad_buffer is not None:
-            flat.append(flags.bad_buffer)
-        agreed = flags.read_alone(flat, device)
-        numbers = iter(agreed)
-        for objective in objectives:
-            objective.read(numbers)
-        bad = int(flags.bad_buffer is not None and agreed[-1] != 0.0)
-        return RankVotes(votes.stop, bad_buffer=bad, save=votes.save)
-
-    def _read(self, objectives: Sequence[Objective], agreed: list[float], with_a_batch: int, fix: str) -> None:
-        fourth, *rest = agreed
-        optimizers = sum(len(objective.slots) for objective in objectives)
-        numbers, norms = iter(rest), iter(rest[2 * optimizers :])
-        total = 0.0
-        for objective in objectives:
-            total += objective.read_on_ranks(numbers, norms, self._ranks.size, with_a_batch)
-        # Ranks hold different shards by design.
-        if not any(slot.gradients.sharded for objective in objectives for slot in objective.slots):
-            _check_same_gradients(total, fourth, fix)
-
-
-def _check_same_step(total: float, of_squares: float, ranks: int) -> None:
-    # Exact small integers: by Cauchy-Schwarz the two sides are equal only if all tokens are.
-    if int(of_squares) * ranks != int(total) ** 2:
-        raise RanksDisagree(
-            "ranks are at different steps: one of them caught an error, was given another `only`, got more "
-            "batches, or applied a step that another skipped",
-            allowed="the same calls on every rank, and guards that decide from the report alone",
-            do="let an error end the process; a rank without a batch calls stepper.step(None)",
-        )
-
-
-def _check_same_gradients(mean: float, mean_of_squares: float, fix: str) -> None:
-    # In float64, over norms that are equal to the bit where gradients are: the tolerance only covers the order of the
-    # sum. Non-finite gradients skip the step anyway.
-    if math.isfinite(mean_of_squares) and not math.isclose(mean**2, mean_of_squares, rel_tol=1e-9):
-        raise RanksDisagree(
-            "gradients differ between ranks that hold the same model",
-            allowed="a loss that reaches every trainable parameter, on every rank, in every window",
-            do=fix,
-        )
-
-
 # -- verdict ----------------------------------------------------------------------------------------------------------
 
 
 def build_step_report(objectives: Sequence[Objective], counts: StepCounts, reason: str | None, aux: Any) -> StepReport:
     """Return the report of a step with this outcome."""
     applied = reason is None
+    if len(objectives) == 1 and applied:
+        only = objectives[0]
+        loss, scale = only.loss.value, only.loss.scale.value
+        parts = {slot.name: OptimizerReport(loss, slot.norm, scale) for slot in only.slots}
+        return StepReport(
+            counts.applied + 1, counts.attempted, True, None, True, loss, abs(only.norm), scale, parts, aux
+        )
     return StepReport(
         # The counters change only after this; the report shows them as they will be.
         step=counts.applied + applied,
@@ -416,8 +259,13 @@ def find_refusing_guard(guards: Sequence[Guard], report: StepReport, ranks: Rank
     A guard that raises on one rank ends the window on all: the others raise RankFailed. Guards that decide from the
     report alone declare `same_on_all_ranks = True`; only others cost an agreement.
     """
+    if not guards:
+        return None
     if ranks.size == 1 or all(getattr(guard, "same_on_all_ranks", False) for guard in guards):
-        return next((guard.name for guard in guards if not guard.passes(report)), None)
+        for guard in guards:
+            if not guard.passes(report):
+                return guard.name
+        return None
     refusals, error = _ask_guards(guards, report)
     if error is not None:
         ranks.publish_failure(window, error)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NotRequired, Protocol, TypedDict, cast
 
 import torch
@@ -15,55 +14,8 @@ from torch.nn.utils import get_total_norm
 from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, check_same_keys, check_same_presence
 from halfstep.formats import FP32, FP64, Format, is_narrow, round_to_fp32
-from halfstep.observe.recorder import strip_compile_wrappers
-
-# -- param tracker ----------------------------------------------------------------------------------------------------
-# Track which modules and parameters take part in a step, and notice changes before the next one.
-# Heads are replaced, layers unfrozen and parameter groups added in the middle of training; cached lists must then be
-# rebuilt. The check compares identities: it takes microseconds and touches no tensor.
-
-
-def list_optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return an optimizer's parameters, over all of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-MEMBERS, KINDS = "members", "kinds"
-
-
-class ParamTracker:
-    """The modules and parameters at the last look."""
-
-    def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self._model, self._optimizers = model, list(optimizers)
-        self.look()
-
-    def change(self) -> str | None:
-        """Return MEMBERS if modules or parameters were added or removed, KINDS if frozen or cast, else None."""
-        members = self._members_now()
-        if len(members) != len(self._members) or not all(map(is_, members, self._members)):
-            return MEMBERS
-        return KINDS if [(p.requires_grad, p.dtype) for p in self._parameters] != self._kinds else None
-
-    def _members_now(self) -> list[Any]:
-        found = [member for slots in self._slots for member in slots.values()]
-        for optimizer in self._optimizers:
-            found += list_optimizer_parameters(optimizer)
-        return found
-
-    def look(self) -> None:
-        """Record the current modules and parameters."""
-        modules = list(self._model.modules())
-        # The modules' own dictionaries, which stay the same objects: no walk over the model before each step.
-        self._slots: list[dict[str, Any]] = [slots for m in modules for slots in (m._modules, m._parameters)]
-        self._members = self._members_now()
-        unique = {id(member): member for member in self._members if isinstance(member, Tensor)}
-        self._parameters = list(unique.values())
-        self._kinds = [(p.requires_grad, p.dtype) for p in self._parameters]
-        owned = {id(p) for optimizer in self._optimizers for p in list_optimizer_parameters(optimizer)}
-        self.unowned = [p for p in self._parameters if p.requires_grad and id(p) not in owned]
-        """Trainable parameters that no optimizer owns: their gradients must not accumulate over the steps."""
-
+from halfstep.observe.identities import strip_compile_wrappers
+from halfstep.step.census import IS_SPARSE, drop_gradients, list_optimizer_parameters, read_gradients
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 # Gradients as plain local tensors. A NaN or an infinity anywhere makes their norm non-finite, so the norm that clipping
@@ -108,9 +60,8 @@ class Gradients:
 
     def collect(self) -> bool:
         """Collect the gradients after the last backward; return whether there are any."""
-        found = [gradient for p in self.parameters if (gradient := p.grad) is not None]
-        self.local = self._summed = found
-        sparse = any([gradient.is_sparse for gradient in found])
+        self.local = self._summed = found = read_gradients(self.parameters)
+        sparse = any(map(IS_SPARSE, found))
         if self.sharded or sparse:
             self.local = self._summed = [_extract_dense_gradient(p) for p in self.parameters if p.grad is not None]
         if sparse:
@@ -182,14 +133,17 @@ class Gradients:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self.release()
-        for parameter in self.parameters:
-            # None rather than zeros, which an optimizer would apply: momentum and weight decay move such a parameter.
-            parameter.grad = None
+        self.local = self._summed = []
+        drop_gradients(self.parameters)
 
 
 _FP64 = (torch.float64, torch.complex128)
 _EPSILON = round_to_fp32(1e-6)
+
+
+def is_clearly_below(norm: float, largest: float) -> bool:
+    """Return whether a norm is so far below a limit that its clip factor is 1 in any format."""
+    return norm <= 0.999 * largest - 1e-5
 
 
 def compute_clip_factor(norm: float, largest: float, norm_format: Format = FP32) -> float:
@@ -242,7 +196,7 @@ class OptimizerSlotState(TypedDict):
 
 
 class WeightUpdater(Protocol):
-    """Steps an optimizer whose weights are stored in 16 bits: those of `halfstep.step.weight_format`."""
+    """Steps an optimizer whose weights are stored in 16 bits: those of `halfstep.step.storage.weight_format`."""
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float, limit: float | None) -> None: ...
 
@@ -367,7 +321,7 @@ class OptimizerSlot:
         state = self.optimizer.state_dict()
         if "torchao.optim" not in sys.modules:
             return state
-        from halfstep.step.small_states import convert_to_plain_states, find_small_state_kind
+        from halfstep.step.storage.small_states import convert_to_plain_states, find_small_state_kind
 
         return (
             convert_to_plain_states(state)
@@ -445,7 +399,7 @@ class OptimizerSlot:
         saved = self._match_by_name(state)
         small = any(isinstance(v, Mapping) for kept in _list_saved_states(saved) for v in kept.values())
         if small:
-            from halfstep.step.small_states import convert_to_small_states, share_quantization_tables
+            from halfstep.step.storage.small_states import convert_to_small_states, share_quantization_tables
 
             saved = convert_to_small_states(saved)
         self.optimizer.load_state_dict(saved)

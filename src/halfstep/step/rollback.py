@@ -3,7 +3,7 @@
 Coverage comes from observation. While a step is observed, every operation that writes into memory from before the
 window is announced here first, and that memory is copied. It is copied before each window from then on. Small buffers
 and tensor attributes of modules are copied in any case. Other tensors of modules, and tensors outside of modules that
-an observed step has read, are checked for writes (`unseen_writes`). What modules bind is restored by `bindings`.
+an observed step has read, are checked for writes (`unseen_writes`). What modules bind is restored by `census`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import WrongUse
-from halfstep.finding import Finding
+from halfstep.finding import Finding, format_first_names
+from halfstep.observe.identities import identify_storage
 from halfstep.observe.reachable import iterate_tensor_leaves
-from halfstep.observe.recorder import identify_storage
-from halfstep.step.bindings import ModuleBindings, Names, list_tensor_attributes
-from halfstep.step.buffers import have_same_sparse_values
+from halfstep.step.census import OUTSIDE_MODEL, Census, Names, are_same, list_tensor_attributes, read_places, read_views
 from halfstep.step.containers import ContainerContents
 from halfstep.step.memory import (
     SMALL,
@@ -32,16 +29,14 @@ from halfstep.step.memory import (
     MemoryCopies,
     WeakStorageCopy,
     copy_tensors,
+    have_same_sparse_values,
     restore_tensor_memory,
     unwrap_strided_tensors,
     view_bytes_as_integers,
 )
 from halfstep.step.optimizer_slot import stack_numbers
-from halfstep.step.stored_formats import format_first_names
 from halfstep.step.unseen_writes import UnseenWriteDetector
 
-OUTSIDE_MODEL = "(outside the model)."
-"""The prefix of names of tensors that belong to no module of the model."""
 FEW_BYTES = 2**20
 """Large buffers are copied before each window as well if all of them together are no larger: checksums cost more."""
 _NO_MEMBERS: list[Any] = [object()]
@@ -73,23 +68,24 @@ class _OutsideTensor:
 class Rollback:
     """Everything that a step may write: saved before the window, restored if it is not applied."""
 
-    def __init__(self, emit: Callable[[Sequence[Finding]], None], model: nn.Module | None = None) -> None:
-        self._emit, self._model = emit, model
-        self._beside: list[nn.Module] = []
-        self._included: list[nn.Module] = []
-        self._ran: list[weakref.ref[nn.Module]] = []
+    def __init__(self, emit: Callable[[Sequence[Finding]], None], census: Census) -> None:
+        self._emit, self._census = emit, census
         self.with_state: list[Any] = []
         self._states: list[Any] = []
-        self._bindings, self._unseen = ModuleBindings(), UnseenWriteDetector()
-        self._containers = ContainerContents()
+        self._unseen, self._containers = UnseenWriteDetector(), ContainerContents()
+        self._version = -1
+        """The version of the census that the lists were made from."""
+        self._members: list[Any] = _NO_MEMBERS
         self._copied: list[CopiedTensor] = []
         """The tensors that are copied before each window."""
-        self._copied_places: list[tuple[Any, ...]] = []
+        self._copied_tensors: list[Tensor] = []
+        self._copied_places: list[Any] = []
         self._copies, self._copied_storages, self._partly_copied = MemoryCopies(), set[int](), set[int]()
         self._unseen_by_storage: dict[int, list[tuple[str, Tensor]]] = {}
         self._sparse: list[tuple[_HeldTensor, Tensor]] = []
         self._finite: list[CopiedTensor] = []
         """Buffers of floating point numbers that were finite when they were first seen."""
+        self._list_finite_rows()
         self._never_finite: dict[str, bool] = {}
         self._not_finite: list[str] = []
         """Buffers that were not finite before the window, to be reported."""
@@ -105,7 +101,6 @@ class Rollback:
         self._name_of: Callable[[Tensor], str | None] = lambda _tensor: None
         self._observations = 0
         self._begin()
-        self.follow()
 
     def _begin(self) -> None:
         self._first: list[str] = []
@@ -127,8 +122,7 @@ class Rollback:
         The state of such an object is copied before each window.
         """
         if isinstance(thing, nn.Module):
-            self._included.append(thing)
-            self.follow()
+            self._census.include(thing)
         elif has_state_dict(thing):
             self.with_state.append(thing)
         else:
@@ -141,50 +135,20 @@ class Rollback:
     @property
     def included(self) -> list[Any]:
         """The modules and objects that were included."""
-        return [*self._included, *self.with_state]
+        return [*self._census.included, *self.with_state]
 
     def copy_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Copy parameters of covered modules before each window, without waiting until one is written."""
         own = set(map(id, parameters))
+        self._census.update()
         self._written |= {held.name for held in self._tensors() if id(held.tensor) in own}
         self._members = _NO_MEMBERS
 
-    def look_beside(self, modules: Sequence[nn.Module]) -> None:
-        """Cover the modules that the loss function holds."""
-        if modules != self._beside:
-            self._beside = list(modules)
-            self.follow()
-
-    def follow(self) -> None:
-        """Rebuild the lists after modules or parameters were added or removed."""
-        self._stale = False
-        self._modules = list(self._named_modules())
-        self._known = {id(module) for _, module in self._modules}
-        self._bindings.follow((module for _, module in self._modules), self._included)
-        self._containers.follow(self._modules, self._included)
-        # The modules' own dictionaries: walking a model's modules costs more than copying its buffers.
-        self._buffers = [module._buffers for _, module in self._modules]
-        self._members = _NO_MEMBERS  # the next window sorts the tensors anew
-
-    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        ran = [(reference, reference()) for reference in self._ran]
-        self._ran = [reference for reference, module in ran if module is not None]
-        outside = chain(self._beside, self._included, (module for _, module in ran if module is not None))
-        seen: set[int] = set()
-        for prefix, top in (
-            *((("", self._model),) if self._model is not None else ()),
-            *((OUTSIDE_MODEL + type(module).__name__, module) for module in outside),
-        ):
-            for path, module in top.named_modules():
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    yield ".".join(filter(None, (prefix, path))), module
-
     def _tensors(self) -> Iterator[_HeldTensor]:
         """Yield each tensor of the covered modules once, by the first of its names."""
-        included = {id(part) for module in self._included for part in module.modules()}
+        included = {id(part) for module in self._census.included for part in module.modules()}
         seen: set[int] = set()
-        for path, module in self._modules:
+        for path, module in self._census.modules:
             for holder in (module._parameters, module._buffers, list_tensor_attributes(module)):
                 for key, tensor in holder.items():
                     if isinstance(tensor, Tensor) and id(tensor) not in seen and tensor.grad_fn is None:
@@ -201,17 +165,16 @@ class Rollback:
     # -- before the window --------------------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Save everything, before the first micro-batch."""
+        """Save everything, before the first micro-batch; the census is up to date."""
         self._begin()
-        if self._stale:
-            self.follow()
-        self._bindings.remember()
+        if self._version != self._census.version:
+            self._version = self._census.version
+            self._containers.follow(self._census.modules, self._census.included)
+            self._members = _NO_MEMBERS
+        members = self._census.remember()
         self._containers.remember()
-        members: list[Any] = [buffer for slots in self._buffers for buffer in slots.values()]
-        members += self._bindings.attribute_tensors()
-        # By identity: a name may get another tensor, and comparing contents would read the device.
-        same = len(members) == len(self._members) and all(map(is_, members, self._members))
-        if same and self._places_now() == self._copied_places:
+        # By identity: a name may get another tensor.
+        if are_same(members, self._members) and read_views(self._copied_tensors) == self._copied_places:
             self._copies.renew()
         else:
             self._members = members
@@ -251,7 +214,9 @@ class Rollback:
         for (held, _, part), entry in zip(copied, self._copied, strict=True):
             if held.is_buffer and part is held.tensor:
                 self._look_for_finite(entry)
-        self._copied_places = self._places_now()
+        self._list_finite_rows()
+        self._copied_tensors = [entry.tensor for entry in self._copied]
+        self._copied_places = read_views(self._copied_tensors)
         self._copies.renew()
         loose = [(entry.name, entry.tensor) for entry in self._loose.values() if not entry.copied]
         self._unseen.follow([(held.name, part) for held, _, part in unseen], loose)
@@ -264,9 +229,6 @@ class Rollback:
             for (_, key, part), entry in zip(copied, self._copied, strict=True)
             if entry.row.nbytes != part.untyped_storage().nbytes()
         }
-
-    def _places_now(self) -> list[tuple[Any, ...]]:
-        return [(copied.tensor.data_ptr(), copied.tensor.shape, copied.tensor.stride()) for copied in self._copied]
 
     def _look_for_finite(self, copied: CopiedTensor) -> None:
         buffer = copied.tensor
@@ -326,18 +288,9 @@ class Rollback:
 
     def module_runs(self, module: nn.Module) -> None:
         """Cover a module that is about to run."""
-        if id(module) in self._known or isinstance(module, DistributedDataParallel):
-            return
-        for part in module.modules():
-            if id(part) not in self._known:
-                self._known.add(id(part))
-                self._bindings.add(part)
-                self._containers.add(OUTSIDE_MODEL + type(part).__name__, part)
-        self._ran.append(weakref.ref(module, self._went))
-        self._changed = True
-
-    def _went(self, _reference: object) -> None:
-        self._stale = True
+        for part in self._census.add(module):
+            self._containers.add(OUTSIDE_MODEL + type(part).__name__, part)
+            self._changed = True
 
     def before_use(self, written: Sequence[Tensor], read: Sequence[Tensor], line: str | None) -> None:
         """Cover memory from before the window that an operation in this line of code is about to write or to read."""
@@ -391,6 +344,9 @@ class Rollback:
         gradients = (held.tensor.grad for held in self._tensors() if held.tensor.is_leaf)
         return any(own == key for own, _ in chain(*unwrap_strided_tensors(g for g in gradients if g is not None)))
 
+    def _went(self, _reference: object) -> None:
+        self._version = -1
+
     def _add_loose(self, part: Tensor, line: str | None, *, written: bool) -> _OutsideTensor:
         loose = self._loose.get(id(part))
         if loose is None or loose.tensor() is not part:
@@ -415,14 +371,28 @@ class Rollback:
         """Return a flag on the device: whether a buffer that once was finite is not; None if there is no candidate."""
         if not self._finite:
             return None
-        largest = stack_numbers(self.largest_magnitudes()).amax()
-        # Zero of a finite number, else NaN: two kernels, where isfinite() takes five.
-        return (largest - largest) != 0
+        found = self.zeros_if_finite()
+        return (found[0] if len(found) == 1 else stack_numbers(found).sum()) != 0
 
-    def largest_magnitudes(self) -> list[Tensor]:
-        """Return the largest magnitude in each buffer that once was finite; on the device, nothing is read."""
-        buffers = [entry.tensor for entry in self._finite]
-        return list(torch._foreach_max(torch._foreach_abs(buffers))) if buffers else []
+    def zeros_if_finite(self) -> list[Tensor]:
+        """Return numbers on the device, zero if all buffers that once were finite still are; else one is NaN."""
+        if read_places(self._finite_tensors) != self._finite_places:
+            # `.data =` has given one of them other memory in this window.
+            return [number * 0.0 for number in torch._foreach_max(torch._foreach_abs(self._finite_tensors))]
+        # One copy of all: a model can have hundreds of small buffers.
+        found = [torch.cat(rows).mul_(0.0).sum() for rows in self._finite_rows]
+        return found + [buffer.mul(0.0).sum() for buffer in self._finite_apart]
+
+    def _list_finite_rows(self) -> None:
+        """Divide the buffers to check by format."""
+        self._finite_tensors = [entry.tensor for entry in self._finite]
+        self._finite_places = read_places(self._finite_tensors)
+        self._finite_apart = [tensor for tensor in self._finite_tensors if not tensor.is_contiguous()]
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in self._finite_tensors:
+            if tensor.is_contiguous():
+                kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().view(-1))
+        self._finite_rows = list(kinds.values())
 
     def first_not_finite(self) -> str | None:
         """Return the name of a buffer that this window made non-finite, or None; reads the device.
@@ -435,6 +405,7 @@ class Rollback:
             self._never_finite[entry.name] = True
             self._report_not_finite(entry.name)
         self._finite = [entry for entry in self._finite if not self._never_finite[entry.name]]
+        self._list_finite_rows()
         return None
 
     def unseen_writes(self) -> list[Tensor]:
@@ -473,24 +444,23 @@ class Rollback:
         A large buffer that no step was seen to write has no copy: it is what it was.
         """
         copies = {id(copied.tensor): copied for copied in self._copied}
-        before = self._bindings.before()
-        found: dict[str, Tensor | None] = {}
-        for path, module in self._modules:
-            for key, buffer in before.get(id(module._buffers), {}).items():
-                copied = copies.get(id(buffer))
-                found[f"{path}.{key}" if path else key] = buffer if copied is None else copied.before()
-        return found
+        return {
+            name: buffer if (copied := copies.get(id(buffer))) is None else copied.before()
+            for name, buffer in self._census.buffers_before().items()
+        }
 
     def keep(self) -> None:
         """Accept what forward wrote: the window was applied."""
-        names = self._first + (self._seen if self._observations > 1 else [])
+        names = self._first
+        if self._seen and self._observations > 1:
+            names = names + self._seen
         if names:
             self._emit([_build_first_write_finding(names, restored=True)])
         self._end()
 
     def restore(self) -> None:
         """Restore the state before the window's first micro-batch, after a skip or an error."""
-        self._bindings.restore()
+        self._census.restore()
         self._containers.restore()
         self._containers.search_again()
         # Places first: contents belong into the memory that the window began with.
@@ -512,7 +482,7 @@ class Rollback:
 
     def _end(self) -> None:
         if self._changed or self._seen or self._first:
-            self.follow()
+            self._version = -1
         self._unseen.release()
         self._containers.release()
         if self._places or self._outside.rows:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
-from halfstep.step.buffers import put_buffer
+from halfstep.step.census import put_buffer
 
 
 def select_saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn, optim
 
 from halfstep import distributed
 from halfstep.errors import BadRecipe, convert_import_error
-from halfstep.step.shard_units import NORM_LAYERS
-from halfstep.step.small_states import build_dtensor_like, has_even_shards
+from halfstep.step.storage.small_states import build_dtensor_like, has_even_shards
+from halfstep.step.synchronizers.shard_units import NORM_LAYERS
 
 SMALLEST = 4096
 """Elements of the smallest tensor whose moments are stored in 8 bits; for smaller ones it saves nothing."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.observe.identities import identify_storage
 from halfstep.observe.reachable import (
     collect_closure_variables,
     find_reachable_instances,
@@ -18,8 +19,8 @@ from halfstep.observe.reachable import (
     list_global_names,
     select_outermost_modules,
 )
-from halfstep.observe.recorder import identify_storage
 from halfstep.random_state import set_torch_rng_states
+from halfstep.step.census import VERSION, are_same
 from halfstep.step.memory import unwrap_strided_tensors
 from halfstep.step.objective import Objective
 from halfstep.step.sync import LossFunction
@@ -34,6 +35,8 @@ _LONGEST = 64
 _A_TENSOR = object()
 """Stands for a tensor of an earlier window."""
 _HOLD_NOTHING = (bool, int, float, str, bytes, type(None))
+_LEAD_NOWHERE = frozenset({ModuleType, BuiltinFunctionType, CodeType, type})
+"""Exactly these types of objects, whose members are not looked at before each step."""
 
 
 class LossFunctionHoldings:
@@ -46,9 +49,17 @@ class LossFunctionHoldings:
         self.modules: list[nn.Module] = []
         """Modules other than the model; none of them is part of another one here."""
         self._generators: list[torch.Generator] = []
+        self._direct: list[Any] | None = None
+        """What the function holds, if none of it leads to other objects."""
 
     def look(self, function: Any) -> list[nn.Module]:
         """Return the modules that were added or removed since the last look."""
+        direct = _list_directly_held(function)
+        # Nearly every step: a plain function, also one that the loop defines anew, which holds what it held.
+        if direct is not None and self._direct is not None and are_same(direct, self._direct):
+            self._function = function
+            return []
+        self._direct = direct if direct is not None and all(map(_leads_nowhere, direct)) else None
         near, before = list(_iterate_near_objects(function)), self._near
         # A lambda in the loop is a new function in every step, and holds the same objects.
         same = function is self._function or _have_same_code(function, self._function)
@@ -79,11 +90,29 @@ class LossFunctionHoldings:
 
     def release(self) -> None:
         """Let go of tensors, after the window: the loop may drop them before the next one."""
-        self._near = [(name, _A_TENSOR if isinstance(thing, Tensor) else thing) for name, thing in self._near]
+        if self._direct is None:
+            self._near = [(name, _A_TENSOR if isinstance(thing, Tensor) else thing) for name, thing in self._near]
 
     def generator_states(self) -> list[tuple[torch.Generator, Tensor]]:
         """Return each generator with its current state."""
         return [(generator, generator.get_state()) for generator in self._generators] if self._generators else []
+
+
+def _list_directly_held(function: Any) -> list[Any] | None:
+    """Return the code of a plain function, its globals and its closure; None for anything else."""
+    if type(function) is not FunctionType or function.__defaults__:
+        return None
+    code, known = function.__code__, function.__globals__
+    found = [code, *map(known.get, list_global_names(code))]
+    if function.__closure__:
+        found += collect_closure_variables(function).values()
+    return found
+
+
+def _leads_nowhere(thing: Any) -> bool:
+    if type(thing) in _LEAD_NOWHERE or isinstance(thing, (*_HOLD_NOTHING, nn.Module)):
+        return True
+    return isinstance(thing, FunctionType) and (thing.__module__ or "").startswith("torch.")
 
 
 def _are_same_or_tensors(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
@@ -178,7 +207,7 @@ class StepInputs(NamedTuple):
     microbatches: Sequence[Any]
     only: str | None
     generators: list[Tensor]
-    """torch's generator states before the first micro-batch: the CPU's, then the device's."""
+    """torch's generator states before the first micro-batch: the CPU's, then the device's; empty if not recorded."""
     factors: dict[str, LossFactors]
     """By loss, for the losses of this step."""
     versions: tuple[int, ...]
@@ -198,7 +227,8 @@ class StepInputs(NamedTuple):
 
     def restore_generators(self, device: torch.device) -> None:
         """Set torch's generators to their states before the first micro-batch."""
-        set_torch_rng_states(self.generators, device)
+        if self.generators:
+            set_torch_rng_states(self.generators, device)
         for generator, state in self.own_generators:
             generator.set_state(state)
 
@@ -221,8 +251,17 @@ class StepInputs(NamedTuple):
         return self.versions != list_batch_versions(self.microbatches)
 
 
+_SEQUENCES = (tuple, list)
+_ONLY_TENSORS = {Tensor}
+
+
 def list_batch_versions(tree: Sequence[Any]) -> tuple[int, ...]:
     """Return the version counters of a batch's tensors, in order; -1 for inference tensors."""
+    if len(tree) == 1 and type(tree[0]) in _SEQUENCES and set(map(type, tree[0])) == _ONLY_TENSORS:
+        try:
+            return tuple(map(VERSION, tree[0]))
+        except RuntimeError:  # inference tensors have none
+            pass
     found: list[Tensor] = []
     for microbatch in tree:
         # Most batches are a tensor or a flat sequence of them, and need no search.

@@ -16,18 +16,20 @@ import torch
 from torch import nn
 
 from halfstep.errors import WrongUse
-from halfstep.observe.precision_check import PrecisionObserver
+from halfstep.observe.precision_check import FIRST_AGAIN, PrecisionObserver
 from halfstep.precision.converted import count_model_changes
 from halfstep.precision.island import mark_inner_islands
 from halfstep.random_state import collect_torch_rng_states
 from halfstep.step import checks
+from halfstep.step.agreement import LocalFlags, RankVotes, read_alone
+from halfstep.step.census import drop_gradients
 from halfstep.step.divided_loss import find_division
+from halfstep.step.experiment.start_check import NOT_FINITE, check_start
 from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, split_loss_and_aux
-from halfstep.step.objective import LocalFlags, Objective, RankVotes, build_step_report, find_refusing_guard
-from halfstep.step.optimizer_slot import MEMBERS, OptimizerSlot
+from halfstep.step.objective import Objective, build_step_report, find_refusing_guard
+from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_NOT_FINITE, GUARD, LOSS_NOT_FINITE, StepReport
-from halfstep.step.start_check import NOT_FINITE, check_start
 from halfstep.step.step_inputs import StepInputs, TensorNames, find_batch_storages, list_batch_versions
 from halfstep.step.stepper_base import StepperBase
 from halfstep.step.sync import LossFunction
@@ -83,7 +85,8 @@ class Stepper(StepperBase):
             StartCheckFailed: The start check refuses the step.
             TornUpdate: The previous update was interrupted.
         """
-        checks.check_window_can_start(torn=False, in_one=bool(self._open), empty=False)
+        if self._open:
+            checks.check_window_can_start(torn=False, in_one=True, empty=False)
         # The exact type: a batch may be a list itself.
         microbatches = batch if type(batch) is Window else (batch,)
         with self._interrupts, self.ranks.here():
@@ -116,11 +119,14 @@ class Stepper(StepperBase):
     def _begin(self, loss_fn: LossFunction | None, microbatches: Sequence[Any], only: str | None) -> None:
         self._begun += 1
         self._agreed = False
+        if self._cost is not None:
+            self._cost.begin()
         # A window that some rank will never enter would hang in its first collective, so this comes first.
         self._together.check()
         checks.check_grad_and_autocast(self.device)
-        checks.check_window_can_start(torn=self._torn, in_one=False, empty=loss_fn is not None and not microbatches)
-        slots = self._select_slots(only)
+        if self._torn or (loss_fn is not None and not microbatches):
+            checks.check_window_can_start(torn=self._torn, in_one=False, empty=True)
+        slots = list(self._slots.values()) if only is None else self._select_slots(only)
         for slot in self._with_end:
             checks.check_schedule_has_steps(slot.schedule, microbatches)
         self._synchronizer.settle()
@@ -130,7 +136,10 @@ class Stepper(StepperBase):
         torch.clear_autocast_cache()
         # Before the first random number is drawn: a replay starts from these states. torch's generators only: reading
         # NumPy's and Python's in every step would take many times as long.
-        states, own = collect_torch_rng_states(self.device), self._holdings.generator_states()
+        # Not at all where observed steps drew none: a skipped step finds them as they were.
+        is_observed = isinstance(self._scope, PrecisionObserver)
+        states = [] if self._draws is False and not is_observed else collect_torch_rng_states(self.device)
+        own = self._holdings.generator_states()
         versions = list_batch_versions(microbatches)
         self.attempt = StepInputs(loss_fn, microbatches, only, states, {}, versions, {}, own_generators=own)
         if self._check:
@@ -177,16 +186,26 @@ class Stepper(StepperBase):
         """React to changes of the model, or of what the loss function holds, since the last step."""
         came_or_left = self._holdings.look(loss_fn)
         if came_or_left:
-            self._rollback.look_beside(self._holdings.modules)
-        change = self._tracker.change()
-        if change:
+            self._census.look_beside(self._holdings.modules)
+        self._census.update()
+        members, kinds = self._census.members, self._census.kinds
+        changed = members != self._followed[0]
+        if changed or kinds != self._followed[1]:
             self._follow()
         elif self._prepared != count_model_changes():  # by an island, or by another Stepper over the same model
             self._prepare()
         # Freezing and unfreezing, which GANs do in every step, changes neither the formats nor which tensors are
         # written. Nor does a module without tensors, such as a metric that is passed to the loss function now and then.
-        if any(map(_has_tensors, came_or_left)) or change == MEMBERS or self._look_schedule.due(self.counts.applied):
+        due = self.counts.applied >= self._look_schedule.next_update and self._is_due()
+        if due or changed or (came_or_left and any(map(_has_tensors, came_or_left))):
             self._look_again()
+
+    def _is_due(self) -> bool:
+        """Return whether this step is to be observed again, by the number of updates."""
+        applied, cost, self._cost = self.counts.applied, self._cost, None
+        due = self._look_schedule.due(applied)
+        # After a jump, as in a resumed run, the tenth update is not meant.
+        return due and not (cost is not None and cost.is_high and applied < 10 * FIRST_AGAIN)
 
     def _select_slots(self, only: str | None) -> list[OptimizerSlot]:
         if only is None:
@@ -209,7 +228,6 @@ class Stepper(StepperBase):
         mark_inner_islands(self.model)
         if self.weights is not None:
             self.weights.compute_in(self.precision)
-        self._rollback.follow()
         for slot in self._slots.values():
             slot.follow()
         if self.ema is not None:
@@ -218,7 +236,7 @@ class Stepper(StepperBase):
         self._emit(self._synchronizer.findings)
         if self.weights is not None:
             self.weights.share(self.ranks)
-        self._tracker.look()
+        self._note_census()
 
     def _backward(self, result: Any, divide: int) -> None:
         losses, aux = split_loss_and_aux(result)
@@ -257,7 +275,7 @@ class Stepper(StepperBase):
                 do="return their sum, or step(loss_fn, batch, only=name) for each",
             )
         # The same objects each time, so that another kind of losses within one window is noticed by identity.
-        key = several, tuple(slot.name for slot in slots)
+        key = several, tuple([slot.name for slot in slots])
         known = self._paired.get(key)
         if known is None:
             groups = [[slot] for slot in slots] if several else [slots]
@@ -272,28 +290,38 @@ class Stepper(StepperBase):
         return Objective(loss, slots, clip_norm=self.clip_norm, everywhere=everywhere)
 
     def _conclude(self, aux: Any, *, no_batch: bool = False) -> StepReport | None:
+        observed = isinstance(self._scope, PrecisionObserver)
         if isinstance(self._scope, PrecisionObserver):
+            self._note_draws()
             self._scope.judge()
         # From here on no rank may leave on its own: Ctrl-C has to wait.
         self._interrupts.forbid()
         self._concluding = True
-        self._synchronizer.finish([slot.gradients for slot in self._open])
+        if self.ranks.size > 1:
+            self._synchronizer.finish([slot.gradients for slot in self._open])
         if self.on_gradients is not None:
             # Before the agreement, so that the edited gradients are the ones that are judged and clipped.
             self.on_gradients([p for objective in self._objectives for p in objective.unscale(self.ranks)])
-        save = int(self.save_requested and self.ranks.rank == 0)
-        agreed = self._agree(RankVotes(stop=int(self.stop_requested), no_batch=int(no_batch), save=save))
-        # Every rank has run out of batches: this window never happened.
-        if agreed.no_batch == self.ranks.size:
+        bad_buffer = self._read_numbers() if self.ranks.size == 1 else self._agree(no_batch)
+        if bad_buffer is None:
             self._abandon()
             return None
-        report = self._judge(agreed, aux)
+        report = self._judge(bad_buffer, aux)
         self._report_writes(report)
         self._report_bad_update(report)
         if self._divided.is_suspicious:
             self._emit(self._divided.find(self._find_division()))
         self._decide(report)
+        if self._cost is not None:
+            self._cost.end(observed=observed)
         return report
+
+    def _note_draws(self) -> None:
+        """Note whether an observed step has drawn random numbers of torch."""
+        assert self.attempt is not None, "a window is open"
+        before = self.attempt.generators
+        drew = not before or not all(map(torch.equal, before, collect_torch_rng_states(self.device)))
+        self._draws = drew or bool(self._draws)
 
     def _find_division(self) -> str:
         """Return the line of the loop, or of the loss function, that divides the loss."""
@@ -322,8 +350,22 @@ class Stepper(StepperBase):
 
             self._emit(find_bad_update(self.model, list(self._slots.values()), self.counts.applied))
 
-    def _agree(self, mine: RankVotes) -> RankVotes:
-        """Reach one decision with all ranks; raise RankFailed if one of them gave up the window."""
+    def _read_numbers(self) -> bool:
+        """Read the numbers of the window, on a single rank; return whether a buffer is non-finite."""
+        bad_buffer, flags = read_alone(self._objectives, self._rollback.not_finite(), self._rollback.unseen_writes())
+        self._rollback.look(flags)
+        self._agreed = True
+        self.stop_votes, self.save_agreed = int(self.stop_requested), self.save_requested
+        return bad_buffer
+
+    def _agree(self, no_batch: bool) -> bool | None:
+        """Reach one decision with all ranks; raise RankFailed if one of them gave up the window.
+
+        Returns whether a rank has a non-finite buffer; None if every rank has run out of batches, so that this window
+        never happened.
+        """
+        save = int(self.save_requested and self.ranks.rank == 0)
+        mine = RankVotes(stop=int(self.stop_requested), no_batch=int(no_batch), save=save)
         flags = LocalFlags(self._rollback.not_finite(), self._rollback.unseen_writes())
         agreed = self._agreement.on(self._objectives, self._token(), mine, flags, fix=self._synchronizer.fix)
         self._rollback.look(flags.read)
@@ -332,7 +374,7 @@ class Stepper(StepperBase):
             self._rebuild_if_requested()
             raise self.ranks.failed(self._begun)
         self.stop_votes, self.save_agreed = agreed.stop, bool(agreed.save)
-        return agreed
+        return None if agreed.no_batch == self.ranks.size else agreed.bad_buffer > 0
 
     def _token(self) -> int:
         """Return a number that all ranks share if they are at the same step, for the same optimizers and past."""
@@ -340,12 +382,14 @@ class Stepper(StepperBase):
         # 19 bits, so that squares summed over 2**13 ranks stay below 2**53, where float64 is exact.
         return (self._begun % 256 * 8 + which) * 256 + self.counts.applied % 256
 
-    def _judge(self, agreed: RankVotes, aux: Any) -> StepReport:
+    def _judge(self, bad_buffer: bool, aux: Any) -> StepReport:
         """Check that everything is finite, unscale and clip, then ask the guards."""
         objectives = self._objectives
-        reason = next((r for r in (objective.reason() for objective in objectives) if r is not None), None)
+        reason = None
+        for objective in objectives:
+            reason = objective.reason() if reason is None else reason
         # Last, because a non-finite loss explains a non-finite buffer, but not the other way round.
-        if reason is None and agreed.bad_buffer and self._has_bad_buffer():
+        if reason is None and bad_buffer and self._has_bad_buffer():
             reason = BUFFER_NOT_FINITE
         report = build_step_report(objectives, self.counts, reason, aux)
         if self.weights is not None:
@@ -400,6 +444,8 @@ class Stepper(StepperBase):
             self._apply()
             self._pending = [self._rollback.keep, *end]
         else:
+            if self.attempt is not None and not self.attempt.generators:
+                self.attempt = self.attempt._replace(generators=collect_torch_rng_states(self.device))
             self._pending = [self._rollback.restore, *end]
         self._run_pending()
 
@@ -453,9 +499,10 @@ class Stepper(StepperBase):
 
     def _run_pending(self) -> None:
         """Run the remaining calls; one that is interrupted stays in the list and is run again."""
-        while self._pending:
-            self._pending[0]()
-            del self._pending[0]
+        pending = self._pending
+        while pending:
+            pending[0]()
+            del pending[0]
 
     def _leave(self) -> None:
         """Finish a step on the way out, also after an error: no window stays open."""
@@ -484,11 +531,11 @@ class Stepper(StepperBase):
         self._open = []
 
     def _clear_gradients(self, but_for: Collection[int] = ()) -> None:
-        for parameter in self._tracker.unowned:
-            parameter.grad = None
+        if self._census.unowned:
+            drop_gradients(self._census.unowned)
         for slot in self._slots.values():
             # Of all optimizers, not only of those of this step: backward may have reached the parameters of the others.
-            if id(slot) not in but_for:
+            if not but_for or id(slot) not in but_for:
                 slot.gradients.clear()
 
     # -- the form for loops that cannot be turned inside out ----------------------------------------------------

@@ -17,6 +17,7 @@ from halfstep.finding import Finding
 from halfstep.formats import FP32
 from halfstep.observe.flops import Observation
 from halfstep.observe.precision_check import (
+    ObservationCost,
     ObservationSchedule,
     PrecisionObserver,
     RepeatedPrecisionObserver,
@@ -28,29 +29,30 @@ from halfstep.precision.island import find_islands, mark_inner_islands
 from halfstep.precision.precision import Precision
 from halfstep.precision.select import Choice, choose_precision
 from halfstep.step import checks
-from halfstep.step.buffers import Buffers
+from halfstep.step.agreement import RankAgreement
+from halfstep.step.census import Buffers, Census
 from halfstep.step.divided_loss import DividedLosses
 from halfstep.step.earlier_steps import EarlierSteps, continue_earlier_steps
 from halfstep.step.ema import Ema, StepCounts, check_ema_model
+from halfstep.step.experiment.start_check import StartCheck
 from halfstep.step.interrupts import DeferredInterrupts
 from halfstep.step.loss import ONLY, LossScale, LossSlot, choose_loss_scale
-from halfstep.step.objective import Objective, RankAgreement
-from halfstep.step.optimizer_slot import OptimizerSlot, ParamTracker
+from halfstep.step.objective import Objective
+from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.ranks import RankFailureHandler, Ranks
-from halfstep.step.replicated import AveragingSynchronizer, ReplicatedSynchronizer, UserDdpSynchronizer
 from halfstep.step.report import Guard
 from halfstep.step.rollback import Rollback
-from halfstep.step.sharded import ShardedSynchronizer, reshard_gathered_parameters
-from halfstep.step.start_check import StartCheck
 from halfstep.step.step_inputs import LossFunctionHoldings, StepInputs
-from halfstep.step.stored_formats import find_stored_format_mistakes
+from halfstep.step.storage.stored_formats import find_stored_format_mistakes
 from halfstep.step.sync import SingleRankSynchronizer, Synchronizer
+from halfstep.step.synchronizers.replicated import AveragingSynchronizer, ReplicatedSynchronizer, UserDdpSynchronizer
+from halfstep.step.synchronizers.sharded import ShardedSynchronizer, reshard_gathered_parameters
 from halfstep.step.window import CallOrder
 from halfstep.user_code import warn_user
 
 if TYPE_CHECKING:
-    from halfstep.step.shard_formats import ShardFormats
-    from halfstep.step.weight_format import NarrowWeights
+    from halfstep.step.storage.weight_format import NarrowWeights
+    from halfstep.step.synchronizers.shard_formats import ShardFormats
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 V = TypeVar("V")
@@ -146,8 +148,11 @@ class StepperBase:
         self.clip_norm = None if isinstance(clip_norm, Mapping) else check_positive_limit("clip_norm", clip_norm)
         self.on_gradients = on_gradients
         self._interrupts = DeferredInterrupts()
-        self._rollback, self._holdings = Rollback(self._emit, model), LossFunctionHoldings(model)
+        self._census = Census(model, named.values())
+        self._rollback, self._holdings = Rollback(self._emit, self._census), LossFunctionHoldings(model)
         self._observe, self._look_schedule = observe, ObservationSchedule()
+        self._cost = ObservationCost() if observe and self.ranks.size == 1 else None
+        """Until the tenth update; with several ranks, all of them observe it."""
         self.observed: Observation | None = None
         self._check = check
         self.keep_gradients = checks.check_keep_gradients(keep_gradients, weight_format)
@@ -174,14 +179,14 @@ class StepperBase:
         if self.weights is not None:
             self.weights.share(self.ranks)
         self._agreement, self._together = RankAgreement(self.ranks, len(self._slots)), RankFailureHandler(self.ranks)
-        self._tracker = ParamTracker(model, named.values())
+        self._note_census()
         self._call_order = CallOrder()
         own = EarlierSteps(tuple(named), self.precision.name, self.counts, self._losses, self._look_schedule)
         self._emit(continue_earlier_steps(named, own))
 
     def _store_narrow(self, weight_format: str, sums: str, seed: int) -> None:
         """Convert the trained weights to bf16."""
-        from halfstep.step.weight_format import NarrowWeights, check_weight_format
+        from halfstep.step.storage.weight_format import NarrowWeights, check_weight_format
 
         check_weight_format(weight_format, sums, self.precision)
         slots = list(self._slots.values())
@@ -200,6 +205,8 @@ class StepperBase:
     def _start_without_window(self) -> None:
         """Set what a window changes, as it is before the first one."""
         self.attempt: StepInputs | None = None
+        self._draws: bool | None = None
+        """Whether an observed step has drawn random numbers of torch; None before the first one."""
         self._open: list[OptimizerSlot] = []
         self._objectives: list[Objective] = []
         self._last_objectives: list[Objective] = []
@@ -227,7 +234,9 @@ class StepperBase:
         optimizers = ", ".join(f"{name}={type(slot.optimizer).__name__}" for name, slot in self._slots.items())
         ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
         if self.shard_formats:
-            from halfstep.step.shard_formats import describe_shard_formats  # loaded where there are shards
+            from halfstep.step.synchronizers.shard_formats import (
+                describe_shard_formats,  # loaded where there are shards
+            )
 
             ranks += f", shards {describe_shard_formats(self.shard_formats)}"
         state = ", torn" if self._torn else ", window open" if self._open else ""
@@ -274,8 +283,7 @@ class StepperBase:
         self._compute_in(first if name == first.precision.name else choose_precision(name, device=self.device))
         if self.weights is not None:
             self.weights.compute_in(self.precision)
-            self._rollback.follow()
-            self._tracker.look()
+            self._note_census()
         for loss in self._losses.values():
             loss.reset_scale(self.precision, as_built=self.choice is first)
 
@@ -291,6 +299,11 @@ class StepperBase:
         # Wrapped around the real scope, and removed after one step, so that observing costs nothing afterwards.
         if self._observe:
             self._scope = self._watch(PrecisionObserver)
+
+    def _note_census(self) -> None:
+        """Record that everything here follows the current modules and parameters."""
+        self._census.update()
+        self._followed = self._census.members, self._census.kinds
 
     def _prepare(self) -> None:
         """Convert the layers of the model as the precision asks for, and no others."""
@@ -355,7 +368,8 @@ class StepperBase:
     @property
     def model_changed(self) -> bool:
         """Whether modules or parameters were added, removed or unfrozen since the last step; reads no tensor."""
-        return self._tracker.change() is not None
+        self._census.update()
+        return (self._census.members, self._census.kinds) != self._followed
 
     def buffers_to_keep(self) -> dict[str, Tensor | None]:
         """Return the model's buffers that match its current weights: inside a step, those from before it."""

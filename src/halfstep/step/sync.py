@@ -19,7 +19,7 @@ from halfstep.finding import Finding
 from halfstep.step.optimizer_slot import Gradients
 
 if TYPE_CHECKING:
-    from halfstep.step.shard_formats import ShardFormats
+    from halfstep.step.synchronizers.shard_formats import ShardFormats
 
 LossFunction = Callable[[Any, Any], Any]
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from ctypes import string_at
+from ctypes import Array, c_char
 from itertools import accumulate
-from operator import is_
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from halfstep.step.census import POINTER, are_same, read_places, read_versions
 from halfstep.step.memory import is_same_view, restore_tensor_memory, view_memory_as_integers
 
 TENSORS_PER_STEP = 16
@@ -29,8 +30,6 @@ BYTES_PER_STEP_ON_CPU = 2**18
 SHARE_PER_STEP_ON_CPU = 1 / 64
 _LOOKS = 2
 """Windows that compare all tensors of a group after its memory has changed."""
-
-_POINTER: Any = Tensor.data_ptr
 
 Checksum: TypeAlias = "Tensor | bytes"
 """A row of integers on the device; of small memory that the host reads by itself, the memory as it is."""
@@ -53,12 +52,29 @@ class _ChecksumGroup:
         self.parts = parts
         rows = [row for part in parts for row in part.rows or ()]
         on_host = all(part.rows for part in parts) and all(row.ndim == 1 and row.device.type == "cpu" for row in rows)
-        self.host_rows = [(row, row.nbytes) for row in rows] if on_host else None
-        """The memory of a group that counts as it is, on a CPU; None if some of it is summed or looked up."""
-        self.last: tuple[Tensor | int, list[int]] | None = None
+        # A storage of no bytes has no address.
+        self._rows = [row for row in rows if row.nbytes]
+        self.on_host = on_host
+        """Whether its memory counts as it is, on a CPU; not if some of it is summed or looked up."""
+        self._addresses: list[int] = []
+        self._memory: list[Array[c_char]] = []
+        places = [part.place for part in parts]
+        self.pick = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+        """Selects what belongs to its parts from a list with an entry for each tensor."""
+        self.last: tuple[Tensor | int, Any] | None = None
         """The checksum in one number after the group's last turn, and the versions of its tensors then."""
         self.written_between = False
         """Whether its memory changes between windows, as that of a teacher which the loop updates through `.data`."""
+
+    def read_host_memory(self) -> bytes:
+        """Return the memory of a group on the host: for little memory, many times as fast as kernels."""
+        addresses = list(map(POINTER, self._rows))
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._memory = [
+                (c_char * row.nbytes).from_address(at) for row, at in zip(self._rows, addresses, strict=True)
+            ]
+        return b"".join(self._memory)
 
 
 class UnseenWriteDetector:
@@ -70,7 +86,7 @@ class UnseenWriteDetector:
         self._tensors: list[Tensor] = []
         self._weak: list[tuple[str, weakref.ref[Tensor]]] = []
         self._versions: list[int] = []
-        self._look_at_memory(self._places())
+        self._look_at_memory([])
 
     def follow(self, named: Iterable[tuple[str, Tensor]], weak: Iterable[tuple[str, weakref.ref[Tensor]]] = ()) -> None:
         """Check these tensors from now on; those of `weak` are held during a window only."""
@@ -81,15 +97,14 @@ class UnseenWriteDetector:
         self._names, self._tensors = [name for name, _ in held], [tensor for _, tensor in held]
         self._held = len(held)
         self._take_weak()
-        self._look_at_memory(self._places())
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._look_at_memory(read_places(self._tensors))
+        self._versions = read_versions(self._tensors)
         self.release()
 
     def _checks(self, held: Sequence[tuple[str, Tensor]], loose: Sequence[tuple[str, weakref.ref[Tensor]]]) -> bool:
-        if (len(held), len(loose)) != (self._held, len(self._weak)):
-            return False
-        same = all(map(is_, (tensor for _, tensor in held), self._tensors))
-        return same and all(map(is_, (weak for _, weak in loose), (weak for _, weak in self._weak)))
+        return are_same([tensor for _, tensor in held], self._tensors[: self._held]) and are_same(
+            [weak for _, weak in loose], [weak for _, weak in self._weak]
+        )
 
     def _take_weak(self) -> None:
         alive = [(name, reference, reference()) for name, reference in self._weak]
@@ -97,10 +112,7 @@ class UnseenWriteDetector:
         self._names = self._names[: self._held] + [name for name, _ in self._weak]
         self._tensors = self._tensors[: self._held] + [tensor for _, _, tensor in alive if tensor is not None]
 
-    def _places(self) -> tuple[list[int], list[torch.Size]]:
-        return list(map(_POINTER, self._tensors)), [tensor.shape for tensor in self._tensors]
-
-    def _look_at_memory(self, places: tuple[list[int], list[torch.Size]]) -> None:
+    def _look_at_memory(self, places: list[Any]) -> None:
         self._last_places = places
         # They share the memory and keep it alive without a copy, so that `.data =` can always be undone.
         self._aliases = [tensor.detach() for tensor in self._tensors]
@@ -158,13 +170,13 @@ class UnseenWriteDetector:
             before = len(self._names)
             self._take_weak()
             if len(self._names) != before:
-                self._last_places = [], []
-        places = self._places()
+                self._last_places = []
+        places = read_places(self._tensors)
         if places != self._last_places:
             self._look_at_memory(places)
         elif self._weak:
             self._aliases[self._held :] = [tensor.detach() for tensor in self._tensors[self._held :]]
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = read_versions(self._tensors)
         if self._suspects:
             self._compared = self._suspects.pop()
         elif self._groups:
@@ -186,9 +198,9 @@ class UnseenWriteDetector:
         flags: list[Any] = [differs if isinstance(differs, bool) else differs.any()]
         # With one group, every window is its turn.
         if len(self._groups) > 1 and not group.written_between:
-            if group.last is not None and group.last[1] == [self._versions[part.place] for part in group.parts]:
+            if group.last is not None and group.last[1] == group.pick(self._versions):
                 flags.append(group.last[0] != _fold_checksum(before))
-            group.last = _fold_checksum(after), [self._tensors[part.place]._version for part in group.parts]
+            group.last = _fold_checksum(after), group.pick(read_versions(self._tensors))
         if isinstance(differs, bool):
             self._known, flags = flags, []
         return flags
@@ -196,8 +208,11 @@ class UnseenWriteDetector:
     def written(self, flags: Sequence[float]) -> list[tuple[str, Tensor]]:
         """Return the tensors that this window wrote in place, by name; `flags` are those of `changed`, as numbers."""
         flags = flags or self._known
+        versions = read_versions(self._tensors)
+        if versions == self._versions and not any(flags):
+            return []
         found: set[int] = set()
-        group, versions = self._compared, [tensor._version for tensor in self._tensors]
+        group = self._compared
         if versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)
             found = {place for place, (now, before) in enumerate(pairs) if now != before}
@@ -246,9 +261,8 @@ class UnseenWriteDetector:
 
     def _checksum(self, group: _ChecksumGroup) -> Checksum:
         """Return the checksum of a group; the host reads nothing from a device."""
-        if group.host_rows is not None:
-            # Many times as fast as kernels for as little memory. A storage of no bytes has no address.
-            return b"".join([string_at(at, size) for row, size in group.host_rows if (at := row.data_ptr())])
+        if group.on_host:
+            return group.read_host_memory()
         return torch.cat([numbers for part in group.parts for row in self._rows(part) for numbers in _sum_row(row)])
 
 

@@ -24,7 +24,7 @@ from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import format_event_line
 from halfstep.precision.precision import Precision
 from halfstep.step.ema import Ema
-from halfstep.step.sharded import reshard_gathered_parameters
+from halfstep.step.synchronizers.sharded import reshard_gathered_parameters
 from halfstep.train.checkpointing import build_nonfinite_weights_error
 from halfstep.train.evaluation import (
     ChosenSample,
@@ -38,7 +38,7 @@ from halfstep.train.task import Task
 from halfstep.train.weights import gather_weights, has_finite_weights, save_weights
 
 if TYPE_CHECKING:
-    from halfstep.step.weight_format import NarrowWeights
+    from halfstep.step.storage.weight_format import NarrowWeights
 
 BEST, LAST, LAST_AVERAGE = "best.safetensors", "last.safetensors", "last-ema.safetensors"
 NOT_WRITTEN = (OSError, SafetensorError)

@@ -398,7 +398,7 @@ def build_tensor_factory(live: RunObjects, plain: Mapping[str, Any], chunks: Col
 
 def _create_state_scale(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor for the scales of an optimizer's state in 8 bits, one for each block of the parameter."""
-    from halfstep.step.small_states import create_scale_tensor
+    from halfstep.step.storage.small_states import create_scale_tensor
 
     return (
         create_scale_tensor(parameter, shape, dtype)

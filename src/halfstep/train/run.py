@@ -55,7 +55,7 @@ from halfstep.train.watchdog import ENDING, Beat, ignore_beat
 from halfstep.train.weights import compute_weights_digest, find_infinite_buffers
 
 if TYPE_CHECKING:
-    from halfstep.step.shard_formats import ShardFormats
+    from halfstep.step.synchronizers.shard_formats import ShardFormats
 
 INTERRUPTED, FAILED, STOPPED, GAVE_UP = "interrupted", "failed", "stopped", "gave_up"
 LOST = 1.0
@@ -359,7 +359,7 @@ def _collect_start_facts(loop: Loop) -> dict[str, Any]:
 def _collect_shard_facts(found: Sequence[ShardFormats]) -> dict[str, Any] | None:
     if not found:
         return None
-    from halfstep.step.shard_formats import describe_shard_formats  # loaded where there are shards
+    from halfstep.step.synchronizers.shard_formats import describe_shard_formats  # loaded where there are shards
 
     groups = [{"group": one.group, "gathered": one.gathered, "reduced": name_dtype(one.reduced)} for one in found]
     return {"summary": describe_shard_formats(found), "groups": groups}

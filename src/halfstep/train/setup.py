@@ -27,8 +27,8 @@ from halfstep.status_line import OnProgress
 from halfstep.step.activation_checkpointing import checkpoint_activations
 from halfstep.step.ema import Ema
 from halfstep.step.loss import DynamicScale
-from halfstep.step.shard_units import list_shard_units
 from halfstep.step.stepper import Stepper
+from halfstep.step.synchronizers.shard_units import list_shard_units
 from halfstep.step.to_device import move_model_to_device
 from halfstep.train.environment import seed_all
 from halfstep.train.freezing import freeze_parts

@@ -17,11 +17,11 @@ from halfstep.formats import BF16
 from halfstep.journal.events import Journal
 from halfstep.launch_variables import read_launched_rank
 from halfstep.recipe.schema import WorldOptions
-from halfstep.step.shard_units import BLOCK, ShardUnit, apply_fully_shard, create_shard_mesh
 from halfstep.step.stepper import Stepper
+from halfstep.step.synchronizers.shard_units import BLOCK, ShardUnit, apply_fully_shard, create_shard_mesh
 
 if TYPE_CHECKING:
-    from halfstep.step.reduction_error import ReductionErrorMeter
+    from halfstep.step.experiment.reduction_error import ReductionErrorMeter
 
 Mode = Literal["ddp", "fsdp", "hsdp"]
 STATE_SHARE = 0.6
@@ -218,7 +218,9 @@ class ReductionNotes:
         self._journal, self._was_large = journal, False
         self._error: ReductionErrorMeter | None = None
         if options.reduce == BF16.name and distributed.is_sharded(stepper.model.parameters()):
-            from halfstep.step.reduction_error import ReductionErrorMeter  # loads FSDP2, which takes a second
+            from halfstep.step.experiment.reduction_error import (
+                ReductionErrorMeter,  # loads FSDP2, which takes a second
+            )
 
             self._error = ReductionErrorMeter(stepper.model, lambda: stepper.counts.attempted)
 

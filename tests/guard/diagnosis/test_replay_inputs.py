@@ -15,8 +15,8 @@ from halfstep import Stepper
 from halfstep.guard.diagnosis.diagnose import diagnose_attempt
 from halfstep.guard.verdict import StepHistory, Verdict
 from halfstep.precision.precision import resolve_precision_name
+from halfstep.step.experiment.rerun import ReplayConfig, rerun_step
 from halfstep.step.loss import DynamicScale
-from halfstep.step.rerun import ReplayConfig, rerun_step
 from tests.support.models import plain_model
 
 FP32 = resolve_precision_name("fp32")

@@ -19,7 +19,7 @@ from halfstep.guard.diagnosis.trials import Trials
 from halfstep.guard.verdict import GuardEvent
 from halfstep.observe.reachable import find_generators, iterate_reachable
 from halfstep.precision.precision import resolve_precision_name
-from halfstep.step import rerun
+from halfstep.step.experiment import rerun
 from tests.support.digest import digest_of
 from tests.support.models import plain_model
 

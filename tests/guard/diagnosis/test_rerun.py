@@ -15,9 +15,9 @@ from halfstep import Stepper, Window
 from halfstep.observe.recorder import OUTSIDE, has_compiled_code
 from halfstep.precision.island import find_islands
 from halfstep.precision.precision import resolve_precision_name
+from halfstep.step.experiment.rerun import ReplayConfig, RerunResult, rerun_step
 from halfstep.step.loss import DynamicScale
 from halfstep.step.report import StepReport
-from halfstep.step.rerun import ReplayConfig, RerunResult, rerun_step
 from halfstep.step.step_inputs import StepInputs
 from tests.support.digest import digest_of
 from tests.support.models import Coder, buffered_model, plain_model

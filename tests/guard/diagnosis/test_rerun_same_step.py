@@ -14,9 +14,9 @@ from halfstep import Stepper, Window
 from halfstep.guard.diagnosis.diagnose import diagnose_attempt
 from halfstep.guard.verdict import Verdict
 from halfstep.precision.precision import resolve_precision_name
+from halfstep.step.experiment.rerun import ReplayConfig, RerunResult, rerun_step
 from halfstep.step.loss import DynamicScale
 from halfstep.step.report import StepReport
-from halfstep.step.rerun import ReplayConfig, RerunResult, rerun_step
 from tests.support.models import plain_model
 
 FP32 = resolve_precision_name("fp32")

@@ -28,7 +28,7 @@ from halfstep.measure.scale.traffic import LinkTraffic, compute_link_traffic, es
 from halfstep.measure.scale.upkeep import estimate_goodput
 from halfstep.measure.setting import StepSetting
 from halfstep.save_interval import PUBLISHED
-from halfstep.step.shard_units import list_shard_units
+from halfstep.step.synchronizers.shard_units import list_shard_units
 from tests.support.ranks import Ranks
 
 WITHIN = 0.05

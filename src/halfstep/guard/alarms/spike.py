@@ -90,6 +90,11 @@ class LossWatch:
         self._rise_reported = False
         """Whether a level far above the first one was already reported."""
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether a usual loss changes nothing but what is usual."""
+        return not (self.above or self.just_rolled_back or self.diverges)
+
     def judge(self, loss: float, ruin: DivergenceThreshold) -> Rise | None:
         """Classify a loss together with those above the limit before it; None for a usual one. Nothing is changed."""
         if not loss > self.usual.limit:
@@ -237,7 +242,17 @@ class SpikeGuard:
 
     def passes(self, report: StepReport) -> bool:
         """Judge the losses of a step; return False if its update must be refused."""
-        self.notices, self.cleared = [], False
+        if self.notices or self.cleared:
+            self.notices, self.cleared = [], False
+        if not self.refuses and len(report.parts) == 1:
+            # Nearly every step.
+            ((name, part),) = report.parts.items()
+            watched = self._watched.get(name)
+            if watched is not None and 0.0 < part.loss <= watched.usual.surely_usual and watched.is_calm:
+                watched.usual.add_later(part.loss)
+                return True
+        for watched in self._watched.values():
+            watched.usual.learn()
         ruin = PLAIN_RUIN if self.refuses or self.rate_jumped else RUIN
         rises = {name: self._of(name).judge(part.loss, ruin) for name, part in report.parts.items()}
         # All or none: the optimizers of one step are applied together, so one bad loss refuses all of them.

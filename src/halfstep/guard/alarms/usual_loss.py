@@ -17,6 +17,8 @@ from typing import Any
 from halfstep.errors import StateMismatch
 
 WINDOW = 50
+_TOGETHER = 8
+"""The losses that are learned together, where each of them is usual in any case."""
 BEGIN = 20
 """The number of losses before any is judged."""
 RATIO, SIGNED_RATIO = math.log(10.0), math.log(30.0)
@@ -50,6 +52,9 @@ class RecentLosses:
         """The median of their absolute values; 0 until it is known."""
         self._highest_median = 0.0
         """The largest median that lasted for a whole window; the first losses until then."""
+        self._waiting: list[float] = []
+        self.surely_usual = -math.inf
+        """The loss up to which the next ones are usual, and no rise to report, regardless of those that wait."""
 
     @property
     def median(self) -> float:
@@ -95,6 +100,31 @@ class RecentLosses:
             self._highest_median = max(self._highest_median, abs(self.median))
         self._decayed_max = max(self._decayed_max, loss)
 
+    def add_later(self, loss: float) -> None:
+        """Learn a positive loss of at most `surely_usual`, together with the next ones.
+
+        Until `learn` is called, nothing else here knows of it.
+        """
+        self._waiting.append(loss)
+        if len(self._waiting) == _TOGETHER:
+            self.learn()
+
+    def learn(self) -> None:
+        """Learn the losses that wait."""
+        waiting, self._waiting = self._waiting, []
+        for loss in waiting:
+            self.add(loss)
+        self.surely_usual = self._find_surely_usual()
+
+    def _find_surely_usual(self) -> float:
+        # Each loss moves the median by at most one place. The limit is at least ten medians if all are positive.
+        middle = WINDOW // 2
+        if len(self._losses) < WINDOW or not self.first or not self._sorted[0] > 0.0:
+            return -math.inf
+        if self._sorted[middle + _TOGETHER] >= FAR * self.first:
+            return -math.inf
+        return 0.999 * math.exp(RATIO) * self._sorted[middle - _TOGETHER]
+
     def begin_anew(self, level: Sequence[float]) -> None:
         """Replace the usual losses with these."""
         self._losses, self._sorted, self._decayed_max = deque(), [], -math.inf
@@ -127,6 +157,7 @@ class RecentLosses:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data."""
+        self.learn()
         kept = {"first_losses": list(self._first_losses), "first": self.first, "highest_median": self._highest_median}
         return {"losses": list(self._losses), "decayed_max": self._decayed_max, **kept}
 

@@ -17,6 +17,7 @@ from halfstep.formats import widest_dtype
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import ProposedRemedy
 from halfstep.numbers import format_number
+from halfstep.observe.identities import identify_storage, strip_compile_wrappers
 from halfstep.observe.nonfinite_origin import (
     BATCH,
     INF,
@@ -27,8 +28,7 @@ from halfstep.observe.nonfinite_origin import (
     is_all_finite,
 )
 from halfstep.observe.reachable import iterate_tensor_leaves
-from halfstep.observe.recorder import identify_storage, strip_compile_wrappers
-from halfstep.step.rerun import ATTRIBUTE, HeldTensors
+from halfstep.step.experiment.rerun import ATTRIBUTE, HeldTensors
 from halfstep.step.step_inputs import StepInputs, list_batch_versions
 
 UNUSUAL, ABSURD = 1e4, 1e6

@@ -35,8 +35,8 @@ from halfstep.numbers import format_bytes
 from halfstep.observe.nonfinite_origin import BATCH, LITERAL, MINUS_INF, NAN, OTHERS
 from halfstep.precision.precision import Precision, resolve_precision_name
 from halfstep.step.bad_update import describe_update_fault
+from halfstep.step.experiment.rerun import HeldTensors, OnGradients, OtherWeights, ReplayConfig, collect_held_tensors
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, parse_guard_name
-from halfstep.step.rerun import HeldTensors, OnGradients, OtherWeights, ReplayConfig, collect_held_tensors
 from halfstep.step.step_inputs import StepInputs
 
 

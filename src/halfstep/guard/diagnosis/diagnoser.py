@@ -30,13 +30,14 @@ from halfstep.guard.verdict import (
 from halfstep.observe.reachable import collect_closure_variables, find_generators, find_reachable_instances
 from halfstep.observe.recorder import has_compiled_code
 from halfstep.precision.island import find_islands
+from halfstep.step.experiment.rerun import OtherWeights
 from halfstep.step.report import StepReport
-from halfstep.step.rerun import OtherWeights
 from halfstep.step.step_inputs import StepInputs
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
 from halfstep.user_code import warn_user
 
+_SEQUENCES, _ONLY_TENSORS = (tuple, list), {Tensor}
 _PLAIN = (Tensor, int, float, str, bytes, type(None))
 
 
@@ -46,13 +47,26 @@ class GeneratorFinder:
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
         self._looked_at: Any = None
+        self._last: Any = None
+        """The loss function of the last step, if it has no closure."""
         self._of_loss: list[torch.Generator] = []
         self._model_version: int | None = None
         self._of_model: list[torch.Generator] = []
 
     def states(self, loss_fn: Any, batch: Any) -> Generators:
         """Return each generator with its current state."""
-        key, version = self._key(loss_fn), self._stepper.model_version
+        version = self._stepper.model_version
+        if loss_fn is not self._last or version != self._model_version:
+            self._look(loss_fn, version)
+        plain = (type(batch) in _SEQUENCES and set(map(type, batch)) == _ONLY_TENSORS) or _is_plain_batch(batch)
+        if plain and not (self._of_model or self._of_loss):
+            return ()
+        of_batch = () if plain else find_reachable_instances(batch, torch.Generator)
+        together = dict.fromkeys((*self._of_model, *self._of_loss, *of_batch))
+        return [(generator, generator.get_state()) for generator in together]
+
+    def _look(self, loss_fn: Any, version: int) -> None:
+        key = self._key(loss_fn)
         if version != self._model_version:
             # Only torch's: reading Python's and NumPy's before each step would take many times as long.
             found = find_generators(self._stepper.model)
@@ -60,9 +74,7 @@ class GeneratorFinder:
             self._model_version = version
         if key != self._looked_at:
             self._looked_at, self._of_loss = key, find_reachable_instances(loss_fn, torch.Generator)
-        of_batch = () if _is_plain_batch(batch) else find_reachable_instances(batch, torch.Generator)
-        together = dict.fromkeys((*self._of_model, *self._of_loss, *of_batch))
-        return [(generator, generator.get_state()) for generator in together]
+        self._last = loss_fn if getattr(loss_fn, "__closure__", ()) is None else None
 
     def _key(self, loss_fn: Any) -> Any:
         """Return a key that is the same for a lambda written inside a loop, which is a new object in every step."""

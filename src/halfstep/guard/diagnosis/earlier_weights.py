@@ -9,8 +9,8 @@ from torch import Tensor
 
 from halfstep import distributed
 from halfstep.observe.nonfinite_origin import compute_norm
+from halfstep.step.experiment.rerun import OtherWeights
 from halfstep.step.optimizer_slot import stack_numbers
-from halfstep.step.rerun import OtherWeights
 from halfstep.step.stepper import Stepper
 
 EARLY = 20
@@ -34,13 +34,16 @@ class WeightsBeforeUpdate:
         """The memory of the copy."""
         return sum(copy.nbytes for _, copy in self._copies)
 
-    @torch.no_grad()
     def take_if_early(self) -> None:
         """Copy the weights; call it before each update."""
-        stepper = self._stepper
-        if stepper.counts.applied >= EARLY:
+        if self._stepper.counts.applied >= EARLY:
             self._copies = []
             return
+        self._take()
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        stepper = self._stepper
         trained = [p for slot in stepper.slots.values() for p in slot.gradients.trainable]
         too_many = sum(p.numel() for p in trained) > MOST_PARAMETERS
         if too_many or stepper.weights is not None or distributed.is_sharded(trained):
@@ -52,12 +55,16 @@ class WeightsBeforeUpdate:
             torch._foreach_copy_([copy for _, copy in self._copies], [p.detach() for p in trained])
         self._applied = stepper.counts.applied
 
-    @torch.no_grad()
     def note_result(self) -> None:
         """Note the norms of the weights after an early update, so that writes by other code are noticed."""
-        stepper = self._stepper
         self._left = None
-        if stepper.counts.applied <= EARLY and stepper.weights is None:
+        if self._stepper.counts.applied <= EARLY:
+            self._note_norms()
+
+    @torch.no_grad()
+    def _note_norms(self) -> None:
+        stepper = self._stepper
+        if stepper.weights is None:
             trained = [p for slot in stepper.slots.values() for p in slot.gradients.trainable]
             if not distributed.is_sharded(trained):
                 self._left = trained, _list_norms(trained)

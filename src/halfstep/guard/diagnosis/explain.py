@@ -13,6 +13,7 @@ from halfstep.guard.diagnosis.bad_inputs import BatchSpot
 from halfstep.guard.diagnosis.trials import TrialOutcome
 from halfstep.guard.verdict import Culprit, ProposedRemedy, StepHistory
 from halfstep.numbers import format_number
+from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.observe.nonfinite_origin import (
     CONSTANT,
     compute_norm,
@@ -20,9 +21,9 @@ from halfstep.observe.nonfinite_origin import (
     find_largest_finite,
     is_all_finite,
 )
-from halfstep.observe.recorder import OUTSIDE, strip_compile_wrappers
+from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.precision import Precision
-from halfstep.step.rerun import ON_GRADIENTS
+from halfstep.step.experiment.rerun import ON_GRADIENTS
 
 BATCH_WRITTEN = "the batch was written to in place during the step"
 CLONE_FIRST = "copy a tensor of the batch before writing into it: x = x.clone()"

@@ -19,7 +19,14 @@ from halfstep.observe.nonfinite_origin import CONSTANT, MINUS_INF, NAN, OTHERS, 
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.hardware import describe_device, find_format_support
 from halfstep.precision.precision import Precision, resolve_precision_name
-from halfstep.step.rerun import ON_GRADIENTS, OtherWeights, ReplayConfig, RerunResult, preserve_batch, rerun_step
+from halfstep.step.experiment.rerun import (
+    ON_GRADIENTS,
+    OtherWeights,
+    ReplayConfig,
+    RerunResult,
+    preserve_batch,
+    rerun_step,
+)
 from halfstep.step.step_inputs import StepInputs
 
 COUNTS_NOTHING = "counts no element: its Counted(sum, count) has a count of 0"

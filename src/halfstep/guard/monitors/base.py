@@ -15,7 +15,8 @@ from halfstep import distributed
 from halfstep.finding import Finding
 from halfstep.observe.recorder import has_compiled_code
 from halfstep.precision.island import find_islands
-from halfstep.step.optimizer_slot import OptimizerSlot, list_optimizer_parameters
+from halfstep.step.census import list_optimizer_parameters
+from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.report import StepReport
 from halfstep.step.stepper import Stepper
 

@@ -152,6 +152,11 @@ class Meters:
                     self._call(meter, meter.gradients, self._open)
         return True
 
+    @property
+    def has_sample(self) -> bool:
+        """Whether `after` has something to finish."""
+        return self._open is not None or self._sent is not None
+
     def after(self, report: StepReport) -> list[Finding]:
         """Finish right after each step, before the model runs again; return the findings of the previous sample."""
         if self._open is None and self._sent is None:

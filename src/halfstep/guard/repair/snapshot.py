@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from halfstep import distributed
 from halfstep.errors import HalfstepError
-from halfstep.step.buffers import put_buffer
-from halfstep.step.rerun import OtherWeights
+from halfstep.step.census import put_buffer
+from halfstep.step.experiment.rerun import OtherWeights
 from halfstep.step.stepper import Stepper
 
 FIRST_PAUSE = 5

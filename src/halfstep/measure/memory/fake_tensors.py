@@ -34,7 +34,7 @@ from halfstep.step.activation_checkpointing import checkpoint_activations
 from halfstep.step.loss import ONLY, Counted, split_loss_and_aux
 from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.small_optimizers import WideGroupsMixin
-from halfstep.step.weight_format import NarrowWeights, can_take_bf16_weights
+from halfstep.step.storage.weight_format import NarrowWeights, can_take_bf16_weights
 from halfstep.user_code import HALFSTEP, MEASURING, NO_FILE, TORCH, format_line_with_text, list_lines_outside
 
 # -- backward ---------------------------------------------------------------------------------------------------------

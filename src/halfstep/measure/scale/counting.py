@@ -40,8 +40,8 @@ from halfstep.precision.island import mark_inner_islands
 from halfstep.precision.precision import Precision
 from halfstep.random_state import use_seeded_generators
 from halfstep.step.activation_checkpointing import checkpoint_activations
-from halfstep.step.objective import AGREEMENT_BYTES
-from halfstep.step.shard_units import ShardUnit, apply_fully_shard, create_shard_mesh, list_shard_units
+from halfstep.step.agreement import AGREEMENT_BYTES
+from halfstep.step.synchronizers.shard_units import ShardUnit, apply_fully_shard, create_shard_mesh, list_shard_units
 
 GATHER, SCATTER, REDUCE, BROADCAST, AGREEMENT = "all-gather", "reduce-scatter", "all-reduce", "broadcast", "agreement"
 KINDS = (GATHER, SCATTER, REDUCE, BROADCAST, AGREEMENT)
@@ -266,7 +266,7 @@ def _count_replicated(case: Case, setting: StepSetting, precision: Precision, la
         found, _ = dist._compute_bucket_assignment_by_size(described, _BUCKETS)  # type: ignore[attr-defined]
         buckets = [sum(trained[number].nbytes for number in bucket) for bucket in found]
         sent += [Collective(REDUCE, size, layout.everyone, BACKWARD) for size in buckets]
-        # Rank 0's buffers, one broadcast for each dtype: see step/replicated.py.
+        # Rank 0's buffers, one broadcast for each dtype: see step/synchronizers/replicated.py.
         by_dtype = itertools.groupby(sorted(case.model.buffers(), key=lambda b: str(b.dtype)), lambda b: b.dtype)
         sent += [Collective(BROADCAST, sum(b.nbytes for b in some), layout.everyone, FORWARD) for _, some in by_dtype]
     return _build_rank_counts(done, layout, sent, setting.microbatches, units=len(buckets), in_flight=sum(buckets))

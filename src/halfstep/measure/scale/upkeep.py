@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from halfstep.measure.scale.counting import RankCounts
 from halfstep.save_interval import PUBLISHED, FailureRate, compute_save_interval, estimate_failure_interval
-from halfstep.step.objective import AGREEMENT_BYTES
+from halfstep.step.agreement import AGREEMENT_BYTES
 
 _DESCRIPTORS, _A_PEER = 18, 1
 """File descriptors of a rank, and for each peer with one gloo group: 21, 33 and 49 on 4, 16 and 32 forked ranks."""

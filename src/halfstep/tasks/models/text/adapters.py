@@ -21,7 +21,7 @@ from halfstep.errors import BadData, BadRecipe, WrongUse, check_packages_install
 from halfstep.formats import BF16, FP32, find_format, is_narrow
 from halfstep.numbers import format_bytes
 from halfstep.precision.precision import Precision, resolve_precision_name
-from halfstep.step.stored_formats import store_trained_in_fp32
+from halfstep.step.storage.stored_formats import store_trained_in_fp32
 from halfstep.tasks.models.text import building
 from halfstep.tasks.models.text.model import LanguageModel
 from halfstep.tasks.options.text import NO_BASE, QUANTIZED

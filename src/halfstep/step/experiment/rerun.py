@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from halfstep import distributed
 from halfstep.finding import Finding
 from halfstep.formats import FP32, is_narrow
+from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.observe.nonfinite_origin import (
     NonfiniteOrigins,
     NonfiniteSource,
@@ -33,11 +34,12 @@ from halfstep.observe.reachable import (
     select_generators,
     select_outermost_modules,
 )
-from halfstep.observe.recorder import Recorder, run_eagerly, strip_compile_wrappers
+from halfstep.observe.recorder import Recorder, run_eagerly
 from halfstep.precision.converted import compute_as_plain_linear, list_precision_conversions
 from halfstep.precision.island import has_precision_changes, make_temporary_islands, undo_policy
 from halfstep.precision.precision import Precision, widen
 from halfstep.random_state import GeneratorObject, preserve_random_state
+from halfstep.step.census import Census
 from halfstep.step.loss import Counted, divide_and_scale_loss, estimate_window_count, split_loss_and_aux
 from halfstep.step.objective import Objective
 from halfstep.step.rollback import Rollback
@@ -106,8 +108,9 @@ def preserve_training_state(
     trained = [parameter for reach in (attempt.reaches or {}).values() for parameter in reach.parameters]
     every = [*(parameter for module in modules for parameter in module.parameters()), *trained]
     parameters = list({id(parameter): parameter for parameter in every}.values())
-    rollback = Rollback(_ignore_findings, model)
-    rollback.look_beside(modules[1:])
+    census = Census(model)
+    census.look_beside(modules[1:])
+    rollback = Rollback(_ignore_findings, census)
     for thing in include:
         rollback.include(thing)
     if compiled:
@@ -115,6 +118,7 @@ def preserve_training_state(
         fits = sum(parameter.numel() for parameter in parameters) <= MOST_COPIED
         rollback.copy_parameters(parameter for parameter in parameters if fits or not parameter.requires_grad)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
+    census.update()
     rollback.remember()
     # Backward adds to existing gradients, so a rerun must start without any, as the step did.
     for parameter in parameters:

@@ -23,13 +23,13 @@ from halfstep.precision.converted import find_converted_layers
 from halfstep.precision.names import FP8
 from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
-from halfstep.step.shard_formats import (
+from halfstep.step.sync import LossFunction, Synchronizer
+from halfstep.step.synchronizers.shard_formats import (
     build_unasked_reduction_findings,
     iterate_param_groups,
     keep_islands_wide,
     list_shard_formats,
 )
-from halfstep.step.sync import LossFunction, Synchronizer
 
 PATIENCE = 4.0
 """Seconds that a failed rank waits for the others in its collectives; three windows' time if that is longer."""
@@ -168,7 +168,7 @@ class ShardedSynchronizer(Synchronizer):
 
     def _gather_in_fp8(self) -> None:
         try:
-            from halfstep.step.float8_gather import compute_float8_scales, gather_in_fp8
+            from halfstep.step.synchronizers.float8_gather import compute_float8_scales, gather_in_fp8
 
             weights = gather_in_fp8(self._groups, self._ranks.largest)
         except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as error:

@@ -21,7 +21,7 @@ from torchao.float8.float8_training_tensor import (
 from torchao.float8.float8_utils import amax_to_scale
 
 from halfstep.precision.float8_layers import Float8Layer
-from halfstep.step.shard_formats import read_param_policy
+from halfstep.step.synchronizers.shard_formats import read_param_policy
 
 Largest = Callable[[Tensor], Tensor]
 """The largest numbers over all ranks, of a tensor with those of this rank."""

@@ -27,15 +27,15 @@ from halfstep.finding import Finding, Severity
 from halfstep.formats import FP32
 from halfstep.json_data import JsonResult
 from halfstep.numbers import format_number, format_percent
+from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.observe.layer_sums import INPUT, PARAMETER, RESULT, ComparedPart, SumErrors
 from halfstep.observe.module_values import ModuleValues
 from halfstep.observe.reachable import iterate_tensor_leaves
-from halfstep.observe.recorder import has_compiled_code, list_compiled_modules, run_eagerly, strip_compile_wrappers
+from halfstep.observe.recorder import has_compiled_code, list_compiled_modules, run_eagerly
 from halfstep.out_of_memory import is_step_too_large
 from halfstep.precision.converted import compute_as_plain_linear, find_layer_format, has_converted_layer, is_converted
 from halfstep.precision.precision import Precision, resolve_precision_name
-from halfstep.step.objective import Objective
-from halfstep.step.rerun import (
+from halfstep.step.experiment.rerun import (
     ATTRIBUTE,
     HELD,
     MOST_COPIED,
@@ -46,6 +46,7 @@ from halfstep.step.rerun import (
     run_microbatches,
     widen_trained_weights,
 )
+from halfstep.step.objective import Objective
 from halfstep.step.step_inputs import StepInputs
 
 NO_GRADIENT, ZEROS, NOT_FINITE = "start.no_gradient", "start.zeros", "start.not_finite"

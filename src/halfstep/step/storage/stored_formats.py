@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WrongUse
-from halfstep.finding import Finding
+from halfstep.finding import Finding, format_first_names
 from halfstep.formats import is_narrow, name_dtype
 from halfstep.numbers import format_bytes
 from halfstep.precision.precision import Precision
@@ -19,11 +19,6 @@ TRAINED, TABLES, BASE, WIDENED, HEAD = "stored.trained", "stored.tables", "store
 _TABLES = re.compile(r"(inv_freq|freqs|freqs_cis)$")
 """Names of buffers with the frequencies of rotary positions. Their cosines lose nothing that a cast does not lose."""
 _ONLY_TRAINED = "for p in model.parameters(): p.data = p.data.float() if p.requires_grad else p.data"
-
-
-def format_first_names(names: Sequence[str]) -> str:
-    """Return the first names, and the number of others."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def check_trained_weights_wide(trained: Iterable[Tensor], model: nn.Module, names: Mapping[int, str]) -> None:

@@ -21,13 +21,14 @@ from halfstep import distributed
 from halfstep.errors import StateMismatch, WrongUse, build_unknown_name_error, check_same_keys
 from halfstep.finding import Finding
 from halfstep.formats import BF16, FP32, is_narrow
-from halfstep.observe.recorder import strip_compile_wrappers
+from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.precision.island import find_islands
 from halfstep.precision.precision import Precision
-from halfstep.step.optimizer_slot import OptimizerSlot, list_optimizer_parameters
+from halfstep.step.census import list_optimizer_parameters
+from halfstep.step.optimizer_slot import OptimizerSlot
 from halfstep.step.ranks import Ranks
-from halfstep.step.replicated import broadcast_tensors_
-from halfstep.step.shard_units import NORM_LAYERS
+from halfstep.step.synchronizers.replicated import broadcast_tensors_
+from halfstep.step.synchronizers.shard_units import NORM_LAYERS
 
 PLAIN, SPLIT, STOCHASTIC = "fp32", "bf16-split", "bf16-stochastic"
 WEIGHT_FORMATS = (PLAIN, SPLIT, STOCHASTIC)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import WrongUse
-from halfstep.step.buffers import find_buffer
+from halfstep.step.census import find_buffer
 from halfstep.step.optimizer_slot import Gradients
 from halfstep.step.ranks import Ranks
 from halfstep.step.sync import LossFunction, Synchronizer

@@ -1,0 +1,1 @@
+"""A step that is run again, or in another way, without a trace."""

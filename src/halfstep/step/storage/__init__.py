@@ -1,0 +1,1 @@
+"""Weights and optimizer states that are stored in other formats than fp32."""

@@ -1,0 +1,1 @@
+"""The same gradients on all ranks: replicated and sharded models."""
