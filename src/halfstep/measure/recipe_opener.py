@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from halfstep.errors import WrongUse
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from halfstep.measure.bench.page import Bench
     from halfstep.measure.case import Case
-    from halfstep.measure.subject import Subject
+
+B = TypeVar("B")
 
 
 class RecipeOpener(Protocol):
@@ -29,13 +29,14 @@ class RecipeOpener(Protocol):
 
     def bench(
         self,
-        subject: Subject,
+        text: str,
+        settings: Sequence[str],
         changes: Mapping[str, tuple[str, ...]],
         folder: Path,
         seeds: int,
-        run: Callable[..., Bench],
-    ) -> Bench:
-        """Train the recipe with the changes of each candidate, and compare the runs in the folder."""
+        run: Callable[..., B],
+    ) -> B:
+        """Train the recipe with the changes of each candidate; `run` compares the runs in the folder."""
 
 
 _registered: list[Callable[[], RecipeOpener]] = []

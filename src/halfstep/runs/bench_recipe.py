@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from halfstep.checkpoint.paths import CHECKPOINTS
 from halfstep.errors import ENDED_FROM_OUTSIDE, FolderTaken, WrongUse
@@ -32,7 +32,6 @@ from halfstep.measure.bench.comparison import (
     list_usual_configs,
     smooth_loss_curve,
 )
-from halfstep.measure.bench.page import Bench
 from halfstep.measure.conditions import collect_conditions
 from halfstep.measure.subject import Subject
 from halfstep.measure.worker_process import end_process
@@ -266,14 +265,15 @@ def _explain_run_failure(code: int, log: Path) -> str:
     return next((line for line in reversed(lines) if not line[0].isspace()), lines[-1]).strip()
 
 
+B = TypeVar("B")
 _SAME = ("device", "place", "driver", "halfstep", "torch", "python", "threads", "cores")
 """Conditions that must be equal for a finished run to be reused."""
 _OURS = ("train.seed", "run.dir")
 
 
 def bench_recipe(
-    subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, seeds: int, run: Callable[..., Bench]
-) -> Bench:
+    subject: Subject, changes: Mapping[str, tuple[str, ...]], folder: Path, seeds: int, run: Callable[..., B]
+) -> B:
     """Train the recipe of each candidate with each seed; `run` runs the bench of all of them."""
     recipes = {name: _resolve_candidate_recipe(subject, changed) for name, changed in changes.items()}
     configs = {

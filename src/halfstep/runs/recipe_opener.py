@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from halfstep.measure.bench.page import Bench
     from halfstep.measure.case import Case
-    from halfstep.measure.subject import Subject
+
+B = TypeVar("B")
 
 
 class TrainerRecipes:
@@ -36,13 +36,15 @@ class TrainerRecipes:
 
     def bench(
         self,
-        subject: Subject,
+        text: str,
+        settings: Sequence[str],
         changes: Mapping[str, tuple[str, ...]],
         folder: Path,
         seeds: int,
-        run: Callable[..., Bench],
-    ) -> Bench:
-        """Train the recipe with the changes of each candidate, and compare the runs in the folder."""
+        run: Callable[..., B],
+    ) -> B:
+        """Train the recipe with the changes of each candidate; `run` compares the runs in the folder."""
+        from halfstep.measure.subject import Subject
         from halfstep.runs.bench_recipe import bench_recipe
 
-        return bench_recipe(subject, changes, folder, seeds, run)
+        return bench_recipe(Subject(text, tuple(settings)), changes, folder, seeds, run)

@@ -253,9 +253,9 @@ def bench(
         with preserve_random_state():
             return _bench_case(given, changes, arms, run)
     if folder is not None:
-        return find_recipe_opener().bench(given, changes, folder.absolute(), seeds, run)
+        return find_recipe_opener().bench(given.text, given.settings, changes, folder.absolute(), seeds, run)
     with tempfile.TemporaryDirectory(prefix="halfstep-bench-") as place:
-        return find_recipe_opener().bench(given, changes, Path(place), seeds, run)
+        return find_recipe_opener().bench(given.text, given.settings, changes, Path(place), seeds, run)
 
 
 def _resolve_arms(precisions: Sequence[str], arms: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
