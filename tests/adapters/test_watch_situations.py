@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import halfstep
 from halfstep import distributed
 from halfstep.adapters.watch import Watch
-from halfstep.guard.verdict import CODE, GuardEvent
+from halfstep.guard.verdict import CODE, PRECISION, GuardEvent
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -312,4 +312,76 @@ def test_micro_batches_are_kept_up_to_their_bound(
     assert watch.verdict is not None
     culprit = watch.verdict.culprit
     assert (culprit is not None and culprit.line == f"{file}:7") is is_found
+    watch.close()
+
+
+class Steep(nn.Module):
+    """A model with logits of this size, whose probability is 1 in bf16; with `inside`, it returns the probability."""
+
+    def __init__(self, logit: float, inside: bool) -> None:
+        super().__init__()
+        self.head, self.inside = nn.Linear(4, 1), inside
+        with torch.no_grad():
+            self.head.weight.zero_()
+            self.head.bias.fill_(logit)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(x)
+        return torch.sigmoid(logits) if self.inside else logits
+
+
+def bce(p: Tensor, y: Tensor) -> Tensor:
+    return -(y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
+
+
+wide_bce = halfstep.island(bce)
+
+
+def energy(z: Tensor) -> Tensor:
+    return (z @ z.T).mean() * 1e-3
+
+
+@pytest.mark.parametrize("loss", [bce, wide_bce], ids=["plain", "an island already"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_island_without_an_effect_is_not_proposed(loss: Any, inside: bool) -> None:
+    """The probability is rounded to 1 before it enters the island."""
+    model = Steep(9.0, inside)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    events: list[GuardEvent] = []
+    watch = halfstep.watch(model, optimizer, tell=events.append)
+    with torch.autocast("cpu", torch.bfloat16):
+        p = model(torch.ones(8, 4))
+        p = p if inside else torch.sigmoid(p)
+        value = loss(p, torch.zeros(8, 1))
+    value.backward()
+    optimizer.step()
+    assert watch.verdict is not None
+    assert watch.verdict.cause == PRECISION
+    assert "island(" not in events[0].text
+    by_kind = {remedy.kind: remedy.works for remedy in watch.verdict.remedies}
+    assert by_kind["island_function"] is False
+    assert by_kind["float_output"] is not inside
+    assert ("paste: model(x).float()" in events[0].text) is not inside
+    with torch.autocast("cpu", torch.bfloat16):
+        p = Steep(9.0, inside)(torch.ones(8, 4)).float()
+        p = p if inside else torch.sigmoid(p)
+        assert bool(bce(p, torch.zeros(8, 1)).isfinite()) is not inside
+    watch.close()
+
+
+def test_an_island_that_helps_is_proposed_by_the_name_of_its_function() -> None:
+    model = Steep(300.0, inside=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    events: list[GuardEvent] = []
+    code = energy.__code__
+    watch = halfstep.watch(model, optimizer, scaler, tell=events.append)
+    with torch.autocast("cpu", torch.float16):
+        value = energy(model(torch.ones(8, 4)))
+    scaler.scale(value).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert "paste: energy = halfstep.island(energy)" in events[0].text
+    assert energy.__code__ is code, "the function is as before"
+    assert energy.__kwdefaults__ is None
     watch.close()

@@ -33,7 +33,9 @@ NOT_REPRODUCIBLE: Cause = "not_reproducible"
 """Run again, the step is finite: Python state, random numbers not from torch, a nondeterministic operation, or the
 device."""
 
-ProposedRemedyKind = Literal["skip", "island", "precision", "lower_rate", "eager", "fix_code", "restore"]
+ProposedRemedyKind = Literal[
+    "skip", "island", "island_function", "float_output", "precision", "lower_rate", "eager", "fix_code", "restore"
+]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class ProposedRemedy:
 
     kind: ProposedRemedyKind
     target: str
-    """The path of an island, the name of a precision, or a sentence."""
+    """The path of an island, the name of a function or a precision, or a sentence."""
     works: bool | None
     """Whether the same step was finite with it; None if it cannot be tried."""
 
