@@ -5,6 +5,7 @@ The caller decides where events go.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -73,6 +74,15 @@ def locate_culprit(culprit: Culprit | None) -> tuple[object, ...] | None:
     if culprit is None:
         return None
     return culprit.operation, culprit.module, culprit.backward, culprit.line, culprit.outside
+
+
+def build_origin_key(verdict: Verdict) -> tuple[object, ...]:
+    """Return the cause and the place of a verdict: sentences of the same origin differ in their numbers."""
+    return verdict.cause, *(locate_culprit(verdict.culprit) or (_NUMBERS.sub("#", verdict.sentence),))
+
+
+_NUMBERS = re.compile(r"(?<![\w.])\d[\d,]*(\.\d+)?(e[+-]?\d+)?(?![\w.]*\w)")
+"""Numbers of a sentence that are no part of a name, as in `0.weight`."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class EarlierSteps(NamedTuple):
     counts: StepCounts
     losses: Mapping[str, LossSlot]
     schedule: ObservationSchedule
+    stepper: weakref.ref[object]
 
 
 # Of nobody who holds an optimizer: a record goes with its optimizer.
@@ -64,6 +65,12 @@ def continue_earlier_steps(optimizers: Mapping[str, torch.optim.Optimizer], own:
             "build one Stepper next to the optimizer, not one per epoch; for a new start, build a new optimizer",
         )
     ]
+
+
+def is_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a Stepper that still exists steps this optimizer."""
+    record = _find_record(optimizer)
+    return record is not None and record.stepper() is not None
 
 
 def forget_earlier_steps(optimizer: torch.optim.Optimizer) -> None:
