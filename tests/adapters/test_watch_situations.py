@@ -521,3 +521,21 @@ def test_lightning_has_its_own_plugin() -> None:
 @pytest.mark.parametrize(("number", "text"), [(1, "1st"), (2, "2nd"), (11, "11th"), (23, "23rd"), (1112, "1,112th")])
 def test_steps_in_words(number: int, text: str) -> None:
     assert format_ordinal(number) == text
+
+
+def test_a_watch_prints_its_state() -> None:
+    model, optimizer = make()
+    watch = halfstep.watch(model, optimizer, tell=lambda event: None)
+    assert repr(watch) == "<halfstep.watch: 0 steps, 0 finite>"
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss = loss / (y < 0).sum() if step == 3 else loss
+        loss.backward()
+        optimizer.step()
+    assert watch.verdict is not None
+    assert repr(watch) == f"<halfstep.watch: 6 steps, 3 finite; {watch.verdict.sentence}>"
+    assert watch.verdict.culprit is not None
+    assert watch.verdict.culprit.divisor == "count"
+    watch.close()
+    assert repr(watch) == "<halfstep.watch: closed after 6 steps>"

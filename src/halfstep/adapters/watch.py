@@ -47,7 +47,7 @@ from halfstep.guard.diagnosis.trials import Trials
 from halfstep.guard.event_text import wrap_text
 from halfstep.guard.repair.paste import suggest_code
 from halfstep.guard.verdict import WARM_UP, FailedStep, GuardEvent, StepHistory, Verdict, build_origin_key
-from halfstep.numbers import format_ordinal
+from halfstep.numbers import format_counted_noun, format_ordinal
 from halfstep.observe.backward_calls import (
     are_backward_calls_hidden,
     hide_backward_calls,
@@ -200,6 +200,12 @@ class Watch:
         self._steps = self._in_a_row = self._diagnoses = self._undiagnosed = 0
         self._last: tuple[StepInputs, Precision] | None = None
         self._start()
+
+    def __repr__(self) -> str:
+        if not self._handles:
+            return f"<halfstep.watch: closed after {format_counted_noun(self._steps, 'step')}>"
+        last = "" if self.verdict is None else f"; {self.verdict.sentence}"
+        return f"<halfstep.watch: {format_counted_noun(self._steps, 'step')}, {self.counts['finite']:,} finite{last}>"
 
     # -- what is observed -------------------------------------------------------------------------------------------
 

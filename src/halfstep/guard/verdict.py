@@ -58,8 +58,8 @@ class Culprit:
     outside: str | None = None
     forward: str = ""
     """In backward: the operation whose derivative it is part of, such as aten.sqrt."""
-    divisor: Literal["", "number", "signed"] = ""
-    """Its second operand: a Python number, or a tensor that contains negative numbers."""
+    divisor: Literal["", "number", "signed", "count"] = ""
+    """Its second operand: a Python number, or a tensor that contains negative numbers or only integers."""
     batch_path: str = ""
     """The path in the batch to finite numbers that are far too large, as typed; empty if there are none."""
 

@@ -107,6 +107,8 @@ class Stepper(StepperBase):
             except BaseException as error:
                 # While the others still wait in this window's collectives; `_leave` then rolls back locally.
                 self._fail(error)
+                if isinstance(error, TypeError):
+                    checks.check_no_list_of_batches(batch, error)
                 raise
             finally:
                 self._leave()

@@ -41,6 +41,7 @@ def of(operation: str, **fields: Any) -> Culprit:
     [
         ("out = x / z", of("aten.div")),
         ("out = x / z", of("aten.div", divisor="signed")),
+        ("out = x / (z > 0).sum()", of("aten.div", divisor="count")),
         ("out = x / zero", of("aten.div", divisor="number")),
         ("out = x.sum() / len(x[:0])", of("aten.div", divisor="number")),
         ("out = torch.log(z)", of("aten.log")),

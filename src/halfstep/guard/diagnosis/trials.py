@@ -132,11 +132,13 @@ def build_culprit(made: NonfiniteSource) -> Culprit:
     )
 
 
-def _classify_divisor(made: NonfiniteSource) -> Literal["", "number", "signed"]:
+def _classify_divisor(made: NonfiniteSource) -> Literal["", "number", "signed", "count"]:
     if len(made.operands) < 2:
         return ""
     second = made.operands[1]
-    return "number" if second.is_number else "signed" if second.has_negative else ""
+    if second.is_number or second.has_negative:
+        return "number" if second.is_number else "signed"
+    return "count" if second.format.startswith("int") else ""
 
 
 def _build_outcome(ran: RerunResult) -> TrialOutcome:
@@ -327,7 +329,7 @@ def _describe_overflow(made: NonfiniteSource) -> str:
     if made.in_fp32 is None or limit >= FP32.largest:
         return ""
     if made.in_fp32 > limit:
-        return f"makes {format_number(made.in_fp32)} in {made.format}, whose largest number is {format_number(limit)}"
+        return f"produces {format_number(made.in_fp32)}, beyond {made.format}'s maximum of {format_number(limit)}"
     return f"makes {_format_kinds(made)} in {made.format}, and fp32 makes {format_number(made.in_fp32)}"
 
 

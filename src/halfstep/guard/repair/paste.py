@@ -301,6 +301,8 @@ def _write_division(divisor: str, culprit: Culprit) -> str:
     """Return a division by a divisor that is not 0: a clamp would change negative numbers, and numbers have none."""
     if culprit.divisor == "number" or divisor.startswith("len(") or divisor.endswith(".numel()"):
         return "{x} / max({y}, 1e-6)"
+    if culprit.divisor == "count":
+        return "{x} / {y}.clamp(min=1)"
     return "{x} / {y}.where({y}.abs() > 1e-6, 1e-6)" if culprit.divisor == "signed" else "{x} / {y}.clamp(min=1e-6)"
 
 
