@@ -78,7 +78,8 @@ def find_functions(place: str) -> list[FunctionType]:
     around = [
         function
         for function in functions.values()
-        if shorten_path(function.__code__.co_filename) == file
+        if function.__code__.co_filename.endswith(file)
+        and shorten_path(function.__code__.co_filename) == file
         and function.__code__.co_firstlineno <= int(line) <= _find_last_line(function.__code__)
     ]
     first = max((function.__code__.co_firstlineno for function in around), default=0)

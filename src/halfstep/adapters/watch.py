@@ -622,8 +622,8 @@ class Watch:
         elif not self._is_below_one:
             self._is_below_one = True
             self._say(
-                f"{self._step}: the loss scale falls below 1 and does not stop: it is {checked.scale:g}, and each skip "
-                "lowers it; at a scale this low, gradients become 0"
+                f"{self._step}: the loss scale falls below 1: it is {checked.scale:g} in this step, and each skip "
+                "lowers it; at such a scale, small gradients become 0"
             )
 
     @property

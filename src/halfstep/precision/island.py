@@ -191,8 +191,12 @@ def _call_island(*args: Any, _island: Callable[..., Any], _inside: list[int], **
 
 @contextmanager
 def widen_outputs(model: nn.Module) -> Iterator[None]:
-    """Convert what a model returns to fp32 inside the context, as `model(x).float()` does."""
-    handle = model.register_forward_hook(lambda _module, _inputs, output: _map_tensors(output, widen))
+    """Convert the tensor that a model returns to fp32 inside the context, as `model(x).float()` does."""
+
+    def widen_output(_module: nn.Module, _inputs: object, output: Any) -> Any:
+        return _map_tensors(output, widen) if isinstance(output, Tensor) else output
+
+    handle = model.register_forward_hook(widen_output)
     try:
         yield
     finally:
