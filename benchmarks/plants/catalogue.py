@@ -74,7 +74,7 @@ def too_large() -> list[Plant]:
                 Expected(cause, "aten.mul", "fault", mark="amplifies")),
         *plants("amplifier_deep", "fp16", _faulty(lambda: Deep(Amplifies(1e5))),
                 Expected(cause, "aten.mul", "fault.inner", mark="amplifies",
-                         words=("an island round fault is finite",))),
+                         words=("an island around fault is finite",))),
         *plants("amplifier_in_attention", "fp16", _faulty(lambda: Amplifies(1e7), Transformer),
                 Expected(cause, "aten.mul", "blocks.1.fault", mark="amplifies")),
         *plants("large_linear", "fp16", _faulty(lambda: Deep(faults.LargeLinear(16))),
@@ -105,10 +105,10 @@ def vanishing() -> list[Plant]:
                 Expected("precision", "aten.log", ROOT, mark="log of rest")),
         *plants("log_of_rest_in_module", "fp16 bf16", _faulty(lambda: Applies(faults.log_of_rest)),
                 Expected("precision", "aten.log", "fault", mark="log of rest",
-                         words=("an island round fault is finite",))),
+                         words=("an island around fault is finite",))),
         *plants("root_mean_square", "fp16", _faulty(faults.RootMeanSquare),
                 Expected("precision", "aten.rsqrt", "fault", mark="root mean square",
-                         words=("an island round fault is finite",))),
+                         words=("an island around fault is finite",))),
     ]  # fmt: skip
 
 

@@ -67,6 +67,12 @@ def format_counted_noun(number: int, word: str) -> str:
     return f"{number:,} {pluralize_noun(number, word)}"
 
 
+def format_ordinal(number: int) -> str:
+    """Format the place in a sequence: 1st, 22nd, 113th."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number:,}{ending}"
+
+
 def pluralize_noun(number: int, word: str) -> str:
     """Return the noun, in the plural unless the number is 1."""
     return word if number == 1 else f"{word}s"

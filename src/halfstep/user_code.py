@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import os
 import sys
 import sysconfig
 import traceback
 import warnings
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 
 import torch
 
@@ -60,6 +62,40 @@ def is_user_or_package(file: str) -> bool:
 def is_user_file(file: str) -> bool:
     """Return whether a file is the user's own to change, and not of an installed package."""
     return is_user_or_package(file) and not file.startswith(_PACKAGES)
+
+
+def find_functions(place: str) -> list[FunctionType]:
+    """Return the innermost named function around `file:line`, as often as its def has run; not a method or a loop."""
+    file, _, line = place.rpartition(":")
+    if not file or not line.isdigit():
+        return []
+    # The collector does not list what `gc.freeze()` was called on, and modules do not list nested functions.
+    globals_ = [
+        thing for module in list(sys.modules.values()) for thing in list(getattr(module, "__dict__", {}).values())
+    ]
+    wrapped = [thing.__dict__.get("__wrapped__") for thing in globals_ if type(thing) is FunctionType]
+    functions = {id(thing): thing for thing in (*globals_, *wrapped, *gc.get_objects()) if type(thing) is FunctionType}
+    around = [
+        function
+        for function in functions.values()
+        if function.__code__.co_filename.endswith(file)
+        and shorten_path(function.__code__.co_filename) == file
+        and function.__code__.co_firstlineno <= int(line) <= _find_last_line(function.__code__)
+    ]
+    first = max((function.__code__.co_firstlineno for function in around), default=0)
+    found = [function for function in around if function.__code__.co_firstlineno == first]
+    return found if all(map(_is_plain_function, found)) else []
+
+
+def _find_last_line(code: CodeType) -> int:
+    return max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+
+
+def _is_plain_function(function: FunctionType) -> bool:
+    """Return whether a function has a name in its scope, and is neither a method nor a loop, which calls backward."""
+    is_method = "self" in function.__code__.co_varnames[:1]
+    is_lazy = function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR)
+    return function.__name__.isidentifier() and not (is_method or is_lazy or "backward" in function.__code__.co_names)
 
 
 def shorten_path(file: str) -> str:

@@ -122,7 +122,7 @@ def test_the_text_ends_in_something_to_paste() -> None:
     watch = halfstep.watch(model, optimizer, tell=events.append)
     train(model, optimizer, batches(bad=3))
     text = events[0].text
-    assert text.startswith("step 4: the loss is")
+    assert text.startswith("4th step: the loss is")
     assert "takes the logarithm of 0" in text
     assert "paste: torch.log(w.clamp(min=1e-6))" in text
     assert "the weights become NaN. Two lines prevent it:" in text

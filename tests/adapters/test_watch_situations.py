@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import halfstep
 from halfstep import distributed
 from halfstep.adapters.watch import Watch
-from halfstep.guard.verdict import CODE, GuardEvent
+from halfstep.errors import WrongUse
+from halfstep.guard.verdict import CODE, PRECISION, STATE, GuardEvent
+from halfstep.numbers import format_ordinal
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -313,3 +317,225 @@ def test_micro_batches_are_kept_up_to_their_bound(
     culprit = watch.verdict.culprit
     assert (culprit is not None and culprit.line == f"{file}:7") is is_found
     watch.close()
+
+
+class Steep(nn.Module):
+    """A model with logits of this size, whose probability is 1 in bf16; with `inside`, it returns the probability."""
+
+    def __init__(self, logit: float, inside: bool) -> None:
+        super().__init__()
+        self.head, self.inside = nn.Linear(4, 1), inside
+        with torch.no_grad():
+            self.head.weight.zero_()
+            self.head.bias.fill_(logit)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(x)
+        return torch.sigmoid(logits) if self.inside else logits
+
+
+def bce(p: Tensor, y: Tensor) -> Tensor:
+    return -(y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
+
+
+wide_bce = halfstep.island(bce)
+
+
+def energy(z: Tensor) -> Tensor:
+    return (z @ z.T).mean() * 1e-3
+
+
+@pytest.mark.parametrize("loss", [bce, wide_bce], ids=["plain", "an island already"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_island_without_an_effect_is_not_proposed(loss: Any, inside: bool) -> None:
+    """The probability is rounded to 1 before it enters the island."""
+    model = Steep(9.0, inside)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    events: list[GuardEvent] = []
+    watch = halfstep.watch(model, optimizer, tell=events.append)
+    with torch.autocast("cpu", torch.bfloat16):
+        p = model(torch.ones(8, 4))
+        p = p if inside else torch.sigmoid(p)
+        value = loss(p, torch.zeros(8, 1))
+    value.backward()
+    optimizer.step()
+    assert watch.verdict is not None
+    assert watch.verdict.cause == PRECISION
+    assert "island(" not in events[0].text
+    by_kind = {remedy.kind: remedy.works for remedy in watch.verdict.remedies}
+    assert by_kind["island_function"] is False
+    assert by_kind["float_output"] is not inside
+    assert ("paste: model(x).float()" in events[0].text) is not inside
+    with torch.autocast("cpu", torch.bfloat16):
+        p = Steep(9.0, inside)(torch.ones(8, 4)).float()
+        p = p if inside else torch.sigmoid(p)
+        assert bool(bce(p, torch.zeros(8, 1)).isfinite()) is not inside
+    watch.close()
+
+
+def test_an_island_that_helps_is_proposed_by_the_name_of_its_function() -> None:
+    model = Steep(300.0, inside=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    events: list[GuardEvent] = []
+    code = energy.__code__
+    watch = halfstep.watch(model, optimizer, scaler, tell=events.append)
+    with torch.autocast("cpu", torch.float16):
+        value = energy(model(torch.ones(8, 4)))
+    scaler.scale(value).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert "paste: energy = halfstep.island(energy)" in events[0].text
+    assert energy.__code__ is code, "the function is as before"
+    assert energy.__kwdefaults__ is None
+    watch.close()
+
+
+class Overflowing(torch.autograd.Function):
+    """A factor of the gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, factor: float) -> Tensor:
+        _ctx.factor = factor
+        return x * 1.0
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Any:
+        return gradient * _ctx.factor, None
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e30], ids=["an operation", "the norm of the gradients"])
+def test_a_cause_is_counted_by_its_place_and_without_an_end(factor: float) -> None:
+    """The sentence has another number in each step."""
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    events: list[GuardEvent] = []
+    watch = halfstep.watch(model, optimizer, scaler, tell=events.append)
+    weights = [p.clone() for p in model.parameters()]
+    for step in range(70):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = Overflowing.apply(model(torch.ones(8, 6)), factor * (1 + step))
+            out = (out * (1e4 + 100 * step)).square()
+            loss = (out if factor > 1.0 else out / out).float().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() < 1e-6
+    assert all(map(torch.equal, weights, model.parameters()))
+    assert [event.kind for event in events].count("verdict") == 1
+    said = [event.text.partition("\n")[0] for event in events]
+    assert [text.partition(" times")[0].rpartition(" ")[2] for text in said if "the same cause" in text] == [
+        "2",
+        "4",
+        "8",
+    ]
+    counted = [text.partition(" failed steps")[0].rpartition(" ")[2] for text in said if "failed steps" in text]
+    assert counted == ["16", "32", "64"]
+    in_a_row = [text.partition(" skips in a row")[0].rpartition(" ")[2] for text in said if "skips in a row" in text]
+    assert in_a_row == ["20", "32", "64"]
+    assert sum("the loss scale falls below 1" in text for text in said) == 1
+    assert watch.counts["finite"] == 0
+    assert sum(watch.counts.values()) == 70
+    watch.close()
+
+
+def test_the_count_of_skips_has_no_end_at_a_high_scale() -> None:
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    events: list[GuardEvent] = []
+    watch = halfstep.watch(model, optimizer, scaler, tell=events.append)
+    for x, y in batches(40):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    said = "\n".join(event.text for event in events)
+    assert "20th step: 20 skips in a row; the weights are unchanged since the start" in said
+    assert "32nd step: 32 skips in a row" in said
+    assert sum(watch.counts.values()) == 40
+    watch.close()
+
+
+def test_weights_that_were_bad_before_the_first_step() -> None:
+    model, optimizer = make()
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = float("nan")
+    events: list[GuardEvent] = []
+    watched = halfstep.watch(model, optimizer, tell=events.append)
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    assert watched.verdict is not None
+    assert watched.verdict.cause == STATE
+    assert "Two lines prevent it" not in events[0].text
+    assert "weight 0.weight was not finite before this step" in events[0].text
+    watched.close()
+
+
+def test_an_optimizer_of_a_stepper_is_refused() -> None:
+    model, optimizer = make()
+    stepper = halfstep.Stepper(model, optimizer, precision="fp32")
+    with pytest.raises(WrongUse) as caught:
+        halfstep.watch(model, optimizer)
+    assert "halfstep.Guardian(stepper)" in caught.value.do
+    assert "halfstep.diagnose(stepper, report)" in caught.value.do
+    assert not model._forward_pre_hooks
+    del stepper, caught
+    gc.collect()
+    halfstep.watch(model, optimizer).close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_has_its_own_plugin() -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    model, optimizer = make()
+    events: list[GuardEvent] = []
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch: Any, _index: int) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return optimizer
+
+    halfstep.watch(model, optimizer, tell=events.append)
+    trainer = pl.Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), DataLoader(batches(2), batch_size=None))
+    assert len(events) == 1
+    assert "halfstep.adapters.lightning import HalfstepPrecision" in events[0].text
+    assert "Call the closure" not in events[0].text
+
+
+@pytest.mark.parametrize(("number", "text"), [(1, "1st"), (2, "2nd"), (11, "11th"), (23, "23rd"), (1112, "1,112th")])
+def test_steps_in_words(number: int, text: str) -> None:
+    assert format_ordinal(number) == text
+
+
+def test_a_watch_prints_its_state() -> None:
+    model, optimizer = make()
+    watch = halfstep.watch(model, optimizer, tell=lambda event: None)
+    assert repr(watch) == "<halfstep.watch: 0 steps, 0 finite>"
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss = loss / (y < 0).sum() if step == 3 else loss
+        loss.backward()
+        optimizer.step()
+    assert watch.verdict is not None
+    assert repr(watch) == f"<halfstep.watch: 6 steps, 3 finite; {watch.verdict.sentence}>"
+    assert watch.verdict.culprit is not None
+    assert watch.verdict.culprit.divisor == "count"
+    watch.close()
+    assert repr(watch) == "<halfstep.watch: closed after 6 steps>"

@@ -25,7 +25,7 @@ def test_forced_into_fp16_it_fails_and_the_guard_names_it_and_its_island(autoenc
     found = denoised(tmp_path, "without", autoencoder, STEPS, FORCED, "guard.mode=watch")
     assert found["ended"] == "diverged"
     assert "autoencoder.encoder.conv_in" in found["said"]
-    assert "an island round autoencoder.encoder is finite" in found["said"]
+    assert "an island around autoencoder.encoder is finite" in found["said"]
 
 
 def test_the_guard_places_the_island_by_itself(autoencoder: Path, tmp_path: Path) -> None:

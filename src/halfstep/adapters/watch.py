@@ -46,7 +46,8 @@ from halfstep.guard.diagnosis.diagnose import diagnose_attempt
 from halfstep.guard.diagnosis.trials import Trials
 from halfstep.guard.event_text import wrap_text
 from halfstep.guard.repair.paste import suggest_code
-from halfstep.guard.verdict import WARM_UP, FailedStep, GuardEvent, StepHistory, Verdict
+from halfstep.guard.verdict import WARM_UP, FailedStep, GuardEvent, StepHistory, Verdict, build_origin_key
+from halfstep.numbers import format_counted_noun, format_ordinal
 from halfstep.observe.backward_calls import (
     are_backward_calls_hidden,
     hide_backward_calls,
@@ -61,6 +62,7 @@ from halfstep.printable import escape_unprintable
 from halfstep.random_state import collect_torch_rng_states
 from halfstep.step.census import Buffers, list_optimizer_parameters, read_version_counter
 from halfstep.step.checks import check_no_optimizer_in_backward, check_steps_once
+from halfstep.step.earlier_steps import is_stepped
 from halfstep.step.experiment.rerun import ReplayConfig
 from halfstep.step.optimizer_slot import Gradients, stack_numbers
 from halfstep.step.report import GRADIENT_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, OptimizerReport, StepReport
@@ -191,14 +193,22 @@ class Watch:
         self._has_looked = scaler is not None
         self._followed: dict[str, tuple[Any, Any]] = {}
         """Calls of the scaler that are followed, each with the instance's own attribute before."""
-        self._known: dict[str, int] = {}
+        self._known: Counter[tuple[object, ...]] = Counter()
+        """Diagnoses by the cause and its place."""
+        self._is_below_one = False
         self._diagnosed: StepReport | None = None
         """The report of a `halfstep.GradScaler` that the verdict is about."""
-        self._steps = self._in_a_row = self._diagnoses = 0
+        self._steps = self._in_a_row = self._diagnoses = self._undiagnosed = 0
         self._last: tuple[StepInputs, Precision] | None = None
         self._start()
 
-    # -- what is observed -------------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        if not self._handles:
+            return f"<halfstep.watch: closed after {format_counted_noun(self._steps, 'step')}>"
+        last = "" if self.verdict is None else f"; {self.verdict.sentence}"
+        return f"<halfstep.watch: {format_counted_noun(self._steps, 'step')}, {self.counts['finite']:,} finite{last}>"
+
+    # -- observed calls ---------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         # This hook keeps the watch alive as long as the optimizer is: the loop need not hold what `watch` returned.
@@ -270,6 +280,13 @@ class Watch:
     def _end_at_closure(self) -> None:
         """End the watch of a loop whose optimizer runs forward and backward itself: the check would come too early."""
         self.close()
+        if _is_called_by_lightning():
+            self._say(
+                "watch ended: Lightning runs the backward pass inside of optimizer.step(). Its plugin checks steps: "
+                "from halfstep.adapters.lightning import HalfstepPrecision; "
+                'step = HalfstepPrecision("bf16"); Trainer(plugins=step, callbacks=[step.callback])'
+            )
+            return
         self._say(
             "watch ended: optimizer.step(closure) runs backward itself, so there is nothing to check before it. "
             "Call the closure before the step: loss = closure(); optimizer.step()"
@@ -279,10 +296,15 @@ class Watch:
         """End the watch at a failure in a group of processes that was formed after it started."""
         self.close()
         self._say(
-            f"step {self._steps:,} is not finite, and watch ended: there are {distributed.count_ranks()} processes, "
+            f"the {self._step} is not finite, and watch ended: there are {distributed.count_ranks()} processes, "
             "whose reruns would wait for each other. halfstep.Guardian(halfstep.Stepper(model, optimizer)) diagnoses "
             "on all ranks together"
         )
+
+    @property
+    def _step(self) -> str:
+        """The step in words: a loop's own variable may start at 0."""
+        return f"{format_ordinal(self._steps)} step"
 
     @property
     def _device(self) -> torch.device:
@@ -324,7 +346,7 @@ class Watch:
         self._pending = self._describe_pass(loss if scaled is root else root.detach())
 
     def _describe_pass(self, loss: Tensor) -> RecordedPass:
-        """Return what is needed to run the statements again that made this loss."""
+        """Return the inputs for a rerun of the statements that made this loss."""
         frames = list(iterate_user_frames(sys._getframe(3)))
         if frames and not self._has_looked:
             self._look_for_scaler(frames[0])
@@ -562,6 +584,7 @@ class Watch:
         if checked is not None:
             before, self._in_a_row = self._diagnoses, self._in_a_row + 1
             self._judge_scaled(checked)
+            self._report_scale(checked)
             self._diagnosed = report if self._diagnoses > before else self._diagnosed
         self._release()
 
@@ -570,10 +593,11 @@ class Watch:
         if not checked.loss_is_finite:
             self._judge(checked, skipped=True)
             return
-        floor = 1.0 / (self.scaler.get_backoff_factor() if self.scaler is not None else 1.0)
-        if checked.scale < floor or self._in_a_row >= SKIPS_IN_A_ROW:
-            if self._in_a_row <= SKIPS_IN_A_ROW or checked.scale < floor:
+        if checked.scale < self._floor or self._in_a_row >= SKIPS_IN_A_ROW:
+            if self._in_a_row <= SKIPS_IN_A_ROW or checked.scale < self._floor:
                 self._judge(checked, skipped=True)
+            else:
+                self.counts[GRADIENT_OVERFLOW] += 1
             return
         is_tried = self._in_a_row in TRIED_SKIPS and distributed.count_ranks() == 1
         inputs = self._build_inputs(checked) if is_tried else None
@@ -583,10 +607,30 @@ class Watch:
         self.counts[GRADIENT_OVERFLOW] += 1
         if self.counts[GRADIENT_OVERFLOW] == 1:
             self._say(
-                f"step {self._steps:,}: gradients overflow at a loss scale of {checked.scale:g}; the scaler skips the "
+                f"{self._step}: gradients overflow at a loss scale of {checked.scale:g}; the scaler skips the "
                 "step and lowers the scale: normal, and counted from here on",
                 "info",
             )
+
+    def _report_scale(self, checked: _Checked) -> None:
+        """Report a scale that falls below 1, and a row of skips: the diagnosis of a known cause is one count."""
+        row, last = self._in_a_row, self._steps - self._in_a_row
+        if row == SKIPS_IN_A_ROW or (row > SKIPS_IN_A_ROW and row & (row - 1) == 0):
+            since = f"since the {format_ordinal(last)} step" if last else "since the start"
+            self._say(f"{self._step}: {row} skips in a row; the weights are unchanged {since}")
+        if checked.scale >= self._floor or isinstance(self.scaler, GradScaler):
+            self._is_below_one = False
+        elif not self._is_below_one:
+            self._is_below_one = True
+            self._say(
+                f"{self._step}: the loss scale falls below 1: it is {checked.scale:g} in this step, and each skip "
+                "lowers it; at such a scale, small gradients become 0"
+            )
+
+    @property
+    def _floor(self) -> float:
+        """The scale at which the next skip leads below 1."""
+        return 1.0 / (self.scaler.get_backoff_factor() if self.scaler is not None else 1.0)
 
     def _is_finite_in_fp32(self, inputs: StepInputs) -> bool:
         with self._rerun():
@@ -600,7 +644,10 @@ class Watch:
         if checked.loss_is_finite:
             reason = GRADIENT_OVERFLOW if checked.scale > 1.0 else GRADIENT_NOT_FINITE
         self.counts[reason] += 1
-        if self._is_lost or self._diagnoses >= MOST_DIAGNOSES:
+        if self._is_lost:
+            return
+        if self._diagnoses >= MOST_DIAGNOSES:
+            self._count_undiagnosed(reason)
             return
         if distributed.count_ranks() > 1:
             self._end_at_ranks()
@@ -610,11 +657,12 @@ class Watch:
         verdict = self._find_verdict(reason, checked)
         self.verdict = verdict
         cause = _describe_without(bool(self._passes), self._first_bad()) if verdict is None else verdict.sentence
-        self._known[cause] = self._known.get(cause, 0) + 1
-        if self._known[cause] > 1:
-            times = self._known[cause]
+        origin = (cause,) if verdict is None else build_origin_key(verdict)
+        self._known[origin] += 1
+        if self._known[origin] > 1:
+            times = self._known[origin]
             if times & (times - 1) == 0:
-                self._say(f"step {self._steps:,}: the same cause, {times} times so far", "warning")
+                self._say(f"{self._step}: the same cause, {times} times so far")
             return
         facts: dict[str, object] = {"attempt": self._steps, **({} if verdict is None else verdict.as_dict())}
         text = self._write_text(verdict, cause, checked, skipped=skipped)
@@ -624,6 +672,14 @@ class Watch:
             placed = tuple(find_islands(self.model))
             with self._state.before_step():
                 self._record(FailedStep(inputs, report, precision.name, placed, self._describe_history(), verdict))
+
+    def _count_undiagnosed(self, reason: str) -> None:
+        """Print the count of failed steps at 16, 32, 64 and so on."""
+        self._undiagnosed += 1
+        times = self._diagnoses + self._undiagnosed
+        if times & (times - 1) == 0:
+            what = reason.replace("_", " ")
+            self._say(f"{self._step}: {what}; {times} failed steps so far, {MOST_DIAGNOSES} of them diagnosed")
 
     def _find_verdict(self, reason: str, checked: _Checked) -> Verdict | None:
         inputs = self._build_inputs(checked)
@@ -715,6 +771,12 @@ class Watch:
         names = (strip_compile_wrappers(name) for name, p in self.model.named_parameters() if p is bad)
         return next(names, "")
 
+    def _find_bad_weight(self) -> str:
+        """Return the name of a weight that is not finite before the optimizer runs, or an empty text."""
+        trained = set(map(id, self._gradients.trainable))
+        parameters = ((strip_compile_wrappers(n), p) for n, p in self.model.named_parameters() if id(p) in trained)
+        return next((name for name, parameter in parameters if not bool(parameter.isfinite().all())), "")
+
     # -- the text ---------------------------------------------------------------------------------------------------
 
     def _write_text(self, verdict: Verdict | None, cause: str, checked: _Checked, *, skipped: bool) -> str:
@@ -722,7 +784,7 @@ class Watch:
         if not checked.loss_is_finite:
             bad = next(loss for loss in checked.losses if not math.isfinite(loss))
             what = f"the loss is {bad}"
-        lines = [f"step {self._steps:,}: {what}", f"  cause: {cause}"]
+        lines = [f"{self._step}: {what}", f"  cause: {cause}"]
         lines += [f"         {one}" for one in (() if verdict is None else verdict.evidence)]
         code = suggest_code(verdict, loop="torch", optimizers=(self.optimizer,)) if verdict is not None else NO_SOURCE
         if verdict is not None and verdict.cause == WARM_UP:
@@ -738,10 +800,14 @@ class Watch:
     def _outcome(self, checked: _Checked, skipped: bool) -> list[str]:
         if not skipped and checked.finite:
             return ["optimizer.step() runs as written; all gradients are finite, so the weights are too"]
+        bad = self._find_bad_weight()
+        if bad:
+            how = "the optimizer is not called" if skipped else "optimizer.step() runs as written"
+            return [f"{how}; weight {bad} was not finite before this step, so that no skip repairs it"]
         if not skipped:
             return [
                 "optimizer.step() runs as written, and the weights become NaN. Two lines prevent it:",
-                "    watched = halfstep.watch(model, optimizer)   # this line of yours, with a name",
+                "    watched = halfstep.watch(model, optimizer)   # keep the result of watch()",
                 "    if watched.skip_nonfinite(): continue        # before optimizer.step()",
             ]
         by = "skipped" if self.scaler is None else "skipped by the scaler"
@@ -814,7 +880,7 @@ class _StateCopies:
         self._steps = 0
 
     def renew(self) -> None:
-        """Copy what was written since the last copy."""
+        """Copy the values written since the last copy."""
         self._renew_buffers()
         # A search for all numbers after the first steps, and rarely later: to read them takes as long as a small step.
         if self._steps in (0, 1, 2) or self._steps % LOOK_EVERY == 0:
@@ -922,8 +988,24 @@ def _check_watchable(model: nn.Module, optimizer: torch.optim.Optimizer, scaler:
             allowed="one watch for each optimizer",
             do="halfstep.watch(nn.ModuleList([first, second]), optimizer) once, in place of two calls",
         )
+    if is_stepped(optimizer):
+        raise WrongUse(
+            "watch() of an optimizer that a halfstep.Stepper steps, which checks each step by itself",
+            allowed="a loop that calls optimizer.step()",
+            do="halfstep.Guardian(stepper), whose step() names the cause; or halfstep.diagnose(stepper, report) after "
+            "a skip",
+        )
     check_steps_once(type(optimizer).__name__, optimizer)
     check_no_optimizer_in_backward(model, {type(optimizer).__name__: optimizer})
+
+
+def _is_called_by_lightning() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(("lightning.pytorch.", "pytorch_lightning.")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _close_earlier(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

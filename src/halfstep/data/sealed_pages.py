@@ -19,7 +19,7 @@ _DIGEST, _SEAL = 8, 16
 
 
 class DamagedPages(Exception):
-    """A file that differs from what was sealed, is truncated, or is sealed for another key."""
+    """A file that differs from the sealed one, is truncated, or is sealed for another key."""
 
 
 def seal_pages(content: bytes, key: str) -> bytes:

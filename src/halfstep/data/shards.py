@@ -163,7 +163,7 @@ class Shards(Source):
     def prefetch(self, numbers: Sequence[int]) -> Iterator[int]:
         """Read the bytes of the next samples, each shard opened once; yield the place of each before it is read.
 
-        `content` reads those that are left out: from the first one on that is not as it was, or beyond `MOST_AHEAD`.
+        `content` reads those that are left out: from the first changed one on, or beyond `MOST_AHEAD`.
         """
         self._ahead.clear()
         wanted, room, shard, handle = (True, *self._kinds), MOST_AHEAD, -1, -1

@@ -5,6 +5,7 @@ The caller decides where events go.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,7 +36,9 @@ NOT_REPRODUCIBLE: Cause = "not_reproducible"
 """Run again, the step is finite: Python state, random numbers not from torch, a nondeterministic operation, or the
 device."""
 
-ProposedRemedyKind = Literal["skip", "island", "precision", "lower_rate", "eager", "fix_code", "restore"]
+ProposedRemedyKind = Literal[
+    "skip", "island", "island_function", "float_output", "precision", "lower_rate", "eager", "fix_code", "restore"
+]
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Culprit:
     outside: str | None = None
     forward: str = ""
     """In backward: the operation whose derivative it is part of, such as aten.sqrt."""
-    divisor: Literal["", "number", "signed"] = ""
-    """Its second operand: a Python number, or a tensor that contains negative numbers."""
+    divisor: Literal["", "number", "signed", "count"] = ""
+    """Its second operand: a Python number, or a tensor that contains negative numbers or only integers."""
     batch_path: str = ""
     """The path in the batch to finite numbers that are far too large, as typed; empty if there are none."""
 
@@ -75,13 +78,22 @@ def locate_culprit(culprit: Culprit | None) -> tuple[object, ...] | None:
     return culprit.operation, culprit.module, culprit.backward, culprit.line, culprit.outside
 
 
+def build_origin_key(verdict: Verdict) -> tuple[object, ...]:
+    """Return the cause and the place of a verdict: sentences of the same origin differ in their numbers."""
+    return verdict.cause, *(locate_culprit(verdict.culprit) or (_NUMBERS.sub("#", verdict.sentence),))
+
+
+_NUMBERS = re.compile(r"(?<![\w.])\d[\d,]*(\.\d+)?(e[+-]?\d+)?(?![\w.]*\w)")
+"""Numbers of a sentence that are no part of a name, as in `0.weight`."""
+
+
 @dataclass(frozen=True)
 class ProposedRemedy:
     """A remedy that a verdict proposes."""
 
     kind: ProposedRemedyKind
     target: str
-    """The path of an island, the name of a precision, or a sentence."""
+    """The path of an island, the name of a function or a precision, or a sentence."""
     works: bool | None
     """Whether the same step was finite with it; None if it cannot be tried."""
 

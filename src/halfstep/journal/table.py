@@ -461,7 +461,7 @@ def list_ending_lines(event: Event, latest: LatestEvents, width: int = 80) -> li
     else:
         commands = []
     room = max(MOST_ENDING - sum(_count_rows(line, width) for line in lines), 0 if is_done else 1)
-    # The commands first: what was observed is in train.log, too.
+    # The commands first: train.log has the observation, too.
     if is_done and len(commands) < room and (observed := _describe_observed(latest)):
         lines.insert(1, ConsoleLine(observed, indent=2, fit="cut"))
     return lines + [ConsoleLine(command, "bold", 4 if not is_done else 2, "keep") for command in commands[:room]]

@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -144,6 +145,62 @@ def make_temporary_islands(model: nn.Module, *paths: str) -> Iterator[None]:
             for tensor, data in stored:
                 if is_narrow(data.dtype):
                     tensor.data = data
+
+
+@contextmanager
+def make_temporary_function_islands(model: nn.Module, *functions: FunctionType) -> Iterator[None]:
+    """Make Python functions islands inside the context, whoever holds a reference to them.
+
+    A function that calls the model raises WrongUse: an island around it would be another precision.
+    """
+    kept = [(function, function.__code__, function.__kwdefaults__) for function in functions]
+    inside = [0]
+
+    def check_model_outside(_module: nn.Module, _inputs: object) -> None:
+        if inside[0]:
+            raise WrongUse(
+                "an island around a function that calls the model",
+                allowed="a function of tensors, such as a loss",
+                do="precision='fp32' for the whole step, or an island around a module",
+            )
+
+    handle = model.register_forward_pre_hook(check_model_outside)
+    try:
+        for function, code, defaults in kept:
+            plain = FunctionType(
+                code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+            )
+            plain.__kwdefaults__ = defaults
+            # A function accepts only code with as many free variables as it has.
+            function.__code__ = _call_island.__code__.replace(co_freevars=code.co_freevars)
+            function.__kwdefaults__ = {"_island": _wrap_function_in_fp32(plain), "_inside": inside}
+        yield
+    finally:
+        handle.remove()
+        for function, code, defaults in kept:
+            function.__code__, function.__kwdefaults__ = code, defaults
+
+
+def _call_island(*args: Any, _island: Callable[..., Any], _inside: list[int], **kwargs: Any) -> Any:
+    _inside[0] += 1
+    try:
+        return _island(*args, **kwargs)
+    finally:
+        _inside[0] -= 1
+
+
+@contextmanager
+def widen_outputs(model: nn.Module) -> Iterator[None]:
+    """Convert the tensor that a model returns to fp32 inside the context, as `model(x).float()` does."""
+
+    def widen_output(_module: nn.Module, _inputs: object, output: Any) -> Any:
+        return _map_tensors(output, widen) if isinstance(output, Tensor) else output
+
+    handle = model.register_forward_hook(widen_output)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def has_precision_changes(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ What modules bind is saved as well, and bound again if the window is not applied
 number that belongs to it, the module would be in a state that no step produced: a cache with the wrong length, a
 codebook marked as initialized. So all attributes of a module are restored together: registered buffers and parameters,
 and plain attributes (numbers, strings, None, enum members and other values that cannot change, tensors, tuples of
-these), containers and data objects. No tensor is copied here; what is written into a container is restored by
+these), containers and data objects. No tensor is copied here; items written into a container are restored by
 `containers`.
 """
 

@@ -48,6 +48,22 @@ def check_model_and_optimizers(
     return _find_stale_optimizer(model, optimizers)
 
 
+def check_no_list_of_batches(batch: Any, error: TypeError) -> None:
+    """Raise WrongUse after a TypeError of the loss function if its batch is a list of batches."""
+    if type(batch) not in (list, tuple) or not batch:
+        return
+    kinds = {(type(each), *map(type, each.values() if isinstance(each, dict) else each)) for each in batch
+             if isinstance(each, (list, tuple, dict))}  # fmt: skip
+    if len(kinds) == 1 and all(isinstance(each, (list, tuple, dict)) for each in batch):
+        raise WrongUse(
+            f"step(loss_fn, batch) with a {type(batch).__name__} of {len(batch)} batches, which loss_fn gets as one "
+            f"batch: {error}",
+            allowed="one batch, or a Window of micro-batches",
+            do="did you mean stepper.step(loss_fn, halfstep.Window(batches)), or for batch in "
+            "halfstep.windows(loader, 2)?",
+        ) from error
+
+
 def check_trainable(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
     """Raise WrongUse if no optimizer has a trainable parameter; one of several may be frozen, as in a GAN."""
     owned = [p for optimizer in optimizers.values() for p in list_optimizer_parameters(optimizer)]

@@ -1,7 +1,7 @@
 """Step torch's fused Adam and AdamW by their kernel, without the Python of `Optimizer.step` around it.
 
 The kernel gets what `step()` gives it: the optimizer's own parameters, state and options, read anew in each step and
-grouped by the same function of torch. Whatever else `step()` would do, or somebody would see of it, must not exist.
+grouped by the same function of torch. No other effect of `step()`, and nobody who observes it, may exist.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _collect_work(optimizer: torch.optim.Optimizer) -> list[_Work] | None:
                 return None
             found.append((options, list(parts.values())))
     except (KeyError, TypeError, ValueError, RuntimeError):
-        # Options and state of which `step()` says what is wrong with them.
+        # Unusable options or state, for which `step()` has an error.
         return None
     return found
 

@@ -28,7 +28,7 @@ class DividedLosses:
 
     def note(self, loss: Any) -> None:
         """Note the number by which the loss of one micro-batch was divided last."""
-        # Before backward, which frees them; read after the window, because an observer records what is read.
+        # Before backward, which frees them; read after the window, because an observer records each read.
         self._factors.append(_find_last_factor(loss))
 
     @property

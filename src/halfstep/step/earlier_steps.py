@@ -28,6 +28,7 @@ class EarlierSteps(NamedTuple):
     counts: StepCounts
     losses: Mapping[str, LossSlot]
     schedule: ObservationSchedule
+    stepper: weakref.ref[object]
 
 
 # Of nobody who holds an optimizer: a record goes with its optimizer.
@@ -66,6 +67,12 @@ def continue_earlier_steps(optimizers: Mapping[str, torch.optim.Optimizer], own:
     ]
 
 
+def is_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a Stepper that still exists steps this optimizer."""
+    record = _find_record(optimizer)
+    return record is not None and record.stepper() is not None
+
+
 def forget_earlier_steps(optimizer: torch.optim.Optimizer) -> None:
     """Let the next Stepper of this optimizer begin anew: for loops that count the steps of each training themselves."""
     with suppress(TypeError):
@@ -75,7 +82,7 @@ def forget_earlier_steps(optimizer: torch.optim.Optimizer) -> None:
 def _find_record(optimizer: torch.optim.Optimizer) -> EarlierSteps | None:
     try:
         return _RECORDS.get(optimizer)
-    except TypeError:  # a class of its own that cannot be referenced weakly
+    except TypeError:  # a class without weak references
         return None
 
 

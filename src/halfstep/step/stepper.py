@@ -110,6 +110,8 @@ class Stepper(StepperBase):
             except BaseException as error:
                 # While the others still wait in this window's collectives; `_leave` then rolls back locally.
                 self._fail(error)
+                if isinstance(error, TypeError):
+                    checks.check_no_list_of_batches(batch, error)
                 raise
             finally:
                 self._leave()
@@ -136,7 +138,7 @@ class Stepper(StepperBase):
         torch.clear_autocast_cache()
         # Before the first random number is drawn: a replay starts from these states. torch's generators only: reading
         # NumPy's and Python's in every step would take many times as long.
-        # Not at all where observed steps drew none: a skipped step finds them as they were.
+        # Not at all where observed steps drew none: a skipped step finds them unchanged.
         is_observed = isinstance(self._scope, PrecisionObserver)
         states = [] if self._draws is False and not is_observed else collect_torch_rng_states(self.device)
         own = self._holdings.generator_states()

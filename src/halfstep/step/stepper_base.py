@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -181,7 +182,9 @@ class StepperBase:
         self._agreement, self._together = RankAgreement(self.ranks, len(self._slots)), RankFailureHandler(self.ranks)
         self._note_census()
         self._call_order = CallOrder()
-        own = EarlierSteps(tuple(named), self.precision.name, self.counts, self._losses, self._look_schedule)
+        own = EarlierSteps(
+            tuple(named), self.precision.name, self.counts, self._losses, self._look_schedule, weakref.ref(self)
+        )
         self._emit(continue_earlier_steps(named, own))
 
     def _store_narrow(self, weight_format: str, sums: str, seed: int) -> None:

@@ -51,7 +51,7 @@ class Loaders:
 def make_loaders(
     task: Task, recipe: AnyRecipe, device: torch.device, workers: int | None = None, order: SavedOrder | None = None
 ) -> Loaders:
-    """Return the loaders of this rank; `workers` and `order` are what was chosen when the run began.
+    """Return the loaders of this rank; `workers` and `order` are those chosen at the start of the run.
 
     Raises BadData for an empty split, and RanksDisagree where ranks see different data.
     """

@@ -90,15 +90,15 @@ def test_a_number_that_does_not_fit_is_told_with_what_helps() -> None:
     assert (found.culprit.operation, found.culprit.module, found.culprit.format) == ("aten.add", "middle.inner", "fp16")
     assert (found.culprit.in_fp32, found.culprit.limit) == (71204.0, 65504.0)
     assert "middle.inner (aten.add, " in found.sentence
-    assert "makes 71,204 in fp16, whose largest number is 65,504; an island round middle is finite" in found.sentence
-    # An island round the operation alone gives its number back in fp16, where it does not fit: the one round it helps.
+    assert "produces 71,204, beyond fp16's maximum of 65,504; an island around middle is finite" in found.sentence
+    # An island around the operation alone gives its number back in fp16, where it does not fit: the one round it helps.
     assert found.remedies == (
         ProposedRemedy("island", "middle", True),
         ProposedRemedy("precision", "bf16", True),
         ProposedRemedy("precision", "fp32", True),
         ProposedRemedy("island", "middle.inner", False),
     )
-    assert found.evidence == ("an island round middle.inner is not finite either",)
+    assert found.evidence == ("an island around middle.inner is not finite either",)
     assert find_islands(model) == {}
 
 

@@ -172,7 +172,7 @@ def test_a_task_that_is_nearly_learnt_may_jump(target: float, before: float, cau
 
 
 def test_cures_are_tried_at_the_scale_that_cannot_fall() -> None:
-    """All three layers overflow at it: an island round the first of them is no remedy, though it is finite without."""
+    """All three layers overflow at it: an island around the first of them is no remedy, though it is finite without."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 1))
     scale = DynamicScale(init_scale=2.0**14, floor=2.0**14)

@@ -19,12 +19,14 @@ from halfstep.precision.island import island
 PLAIN = Culprit("aten.div", "", False, None, "fp32", ("nan",), 1.0, None, 3.4e38)
 
 
-def suggest(folder: Path, text: str, line: int, culprit: Culprit, cause: Any = "code") -> str:
+def suggest(
+    folder: Path, text: str, line: int, culprit: Culprit, cause: Any = "code", tried: tuple[ProposedRemedy, ...] = ()
+) -> str:
     file = folder / "train.py"
     file.write_text(text)
     linecache.checkcache()
     placed = replace(culprit, line=f"{file}:{line}")
-    remedies = (ProposedRemedy("precision", "fp32", True),) if cause == "precision" else ()
+    remedies = (ProposedRemedy("precision", "fp32", True), *tried) if cause == "precision" else ()
     (code,) = suggest_code(Verdict(cause, f"{cause}: a sentence", placed, (), remedies), loop="torch")
     return code
 
@@ -39,6 +41,7 @@ def of(operation: str, **fields: Any) -> Culprit:
     [
         ("out = x / z", of("aten.div")),
         ("out = x / z", of("aten.div", divisor="signed")),
+        ("out = x / (z > 0).sum()", of("aten.div", divisor="count")),
         ("out = x / zero", of("aten.div", divisor="number")),
         ("out = x.sum() / len(x[:0])", of("aten.div", divisor="number")),
         ("out = torch.log(z)", of("aten.log")),
@@ -115,15 +118,22 @@ def train():
 
 @pytest.mark.wording
 @pytest.mark.parametrize(
-    ("line", "code"),
+    ("line", "tried", "code"),
     [
-        (3, "penalty = halfstep.island(penalty)"),
-        (7, "with torch.autocast(device.type, enabled=False):"),
-        (10, "with torch.autocast(device.type, enabled=False):"),
+        (3, (ProposedRemedy("island_function", "penalty", True),), "penalty = halfstep.island(penalty)"),
+        (3, (ProposedRemedy("island_function", "penalty", False),), "with torch.autocast(device.type, enabled=False):"),
+        (7, (), "with torch.autocast(device.type, enabled=False):"),
+        (10, (), "with torch.autocast(device.type, enabled=False):"),
     ],
 )
-def test_a_function_is_an_island_and_the_loop_leaves_autocast(tmp_path: Path, line: int, code: str) -> None:
-    assert suggest(tmp_path, LOOP, line, of("aten.pow", format="fp16"), "precision").startswith(f"{code}   #")
+def test_a_function_is_an_island_and_the_loop_leaves_autocast(
+    tmp_path: Path, line: int, tried: tuple[ProposedRemedy, ...], code: str
+) -> None:
+    culprit = of("aten.pow", format="fp16", in_fp32=90000.0, limit=65504.0)
+    pasted = suggest(tmp_path, LOOP, line, culprit, "precision", tried)
+    assert pasted.startswith(f"{code}   #")
+    useless = any(remedy.works is False for remedy in tried)
+    assert ("forward pass" in pasted) is useless, "after an island that does not help: the whole step in fp32"
     names: dict[str, Any] = {}
     exec(LOOP, names)
     with torch.autocast("cpu", torch.float16):

@@ -25,7 +25,7 @@ from halfstep.guard.verdict import (
     ProposedRemedy,
     StepHistory,
     Verdict,
-    locate_culprit,
+    build_origin_key,
 )
 from halfstep.observe.reachable import collect_closure_variables, find_generators, find_reachable_instances
 from halfstep.observe.recorder import has_compiled_code
@@ -193,7 +193,7 @@ class Diagnoser:
         if not known:
             level: Level = "info" if verdict.cause == WARM_UP else "warning"
             # By cause and place: of a data set with many bad samples, each has another sentence.
-            origin = (verdict.cause, *(locate_culprit(verdict.culprit) or (verdict.sentence,)))
+            origin = build_origin_key(verdict)
             self._times[origin] += 1
             facts = {"attempt": report.attempt, "times": self._times[origin], **verdict.as_dict()}
             self._emit("verdict", level, verdict.sentence, facts)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.guard.diagnosis.bad_inputs import BatchSpot
 from halfstep.guard.diagnosis.trials import TrialOutcome
-from halfstep.guard.verdict import Culprit, ProposedRemedy, StepHistory
+from halfstep.guard.verdict import Culprit, ProposedRemedy, ProposedRemedyKind, StepHistory
 from halfstep.numbers import format_number
 from halfstep.observe.identities import strip_compile_wrappers
 from halfstep.observe.nonfinite_origin import (
@@ -95,7 +95,7 @@ def explain_high_scale(scale: float, at_scale: TrialOutcome) -> str:
 
 def explain_precision_failure(precision: Precision, outcome: TrialOutcome, remedies: Sequence[ProposedRemedy]) -> str:
     """Return the sentence for a number that does not fit the precision, with the remedies that work."""
-    works = [_name_remedy(remedy) for remedy in remedies if remedy.works]
+    works = [_name_remedy(remedy) for remedy in remedies if remedy.works and remedy.kind not in _OF_LOSS]
     too = [f"{works[0]} is finite", *(f"{name} is finite too" for name in works[1:])] if works else []
     happened = describe_failure(outcome)
     culprit = outcome.culprit
@@ -105,7 +105,8 @@ def explain_precision_failure(precision: Precision, outcome: TrialOutcome, remed
     )
     if not names_format:
         happened += f" in {precision}"
-    return f"precision: {'; '.join([happened, *([', '.join(too)] if too else []), *_advise_wrapping(outcome.culprit)])}"
+    said = [happened, *([", ".join(too)] if too else []), *_advise_wrapping(outcome.culprit, remedies)]
+    return f"precision: {'; '.join(said)}"
 
 
 def list_useless_remedies(remedies: Sequence[ProposedRemedy]) -> tuple[str, ...]:
@@ -113,15 +114,30 @@ def list_useless_remedies(remedies: Sequence[ProposedRemedy]) -> tuple[str, ...]
     return tuple(f"{_name_remedy(remedy)} is not finite either" for remedy in remedies if remedy.works is False)
 
 
-def _advise_wrapping(culprit: Culprit | None) -> list[str]:
-    """Return advice to wrap a function, if no module contains the operation alone."""
+def _advise_wrapping(culprit: Culprit | None, remedies: Sequence[ProposedRemedy]) -> list[str]:
+    """Return what to change in a function, if no module contains the operation alone."""
     if culprit is None or culprit.outside is not None or culprit.module not in ("", OUTSIDE):
         return []
-    return ["wrap it: halfstep.island(fn)"]
+    tried = [remedy for remedy in remedies if remedy.kind in _OF_LOSS]
+    for remedy in tried:
+        if remedy.works:
+            return [
+                f"wrap it: halfstep.island({remedy.target})"
+                if remedy.kind == "island_function"
+                else f"{_name_remedy(remedy)} is finite"
+            ]
+    # The operation alone is finite in fp32, from the same inputs.
+    return ["wrap it: halfstep.island(fn)"] if not tried and (culprit.backward or culprit.in_fp32 is not None) else []
+
+
+_OF_LOSS: tuple[ProposedRemedyKind, ...] = ("island_function", "float_output")
+"""The kinds of remedies that change the loss function."""
 
 
 def _name_remedy(remedy: ProposedRemedy) -> str:
-    return f"an island round {remedy.target}" if remedy.kind == "island" else remedy.target
+    if remedy.kind == "float_output":
+        return f"the loss from {remedy.target}"
+    return f"an island around {remedy.target}" if remedy.kind.startswith("island") else remedy.target
 
 
 def explain_divergence(fp32: TrialOutcome, why: str, in_fp32: str) -> str:

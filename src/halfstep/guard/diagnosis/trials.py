@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from halfstep.numbers import format_number
 from halfstep.observe.nonfinite_origin import CONSTANT, MINUS_INF, NAN, OTHERS, NonfiniteSource, OperationInput
 from halfstep.observe.recorder import OUTSIDE
 from halfstep.precision.hardware import describe_device, find_format_support
+from halfstep.precision.island import make_temporary_function_islands, widen_outputs
 from halfstep.precision.precision import Precision, resolve_precision_name
 from halfstep.step.experiment.rerun import (
     ON_GRADIENTS,
@@ -28,6 +30,7 @@ from halfstep.step.experiment.rerun import (
     rerun_step,
 )
 from halfstep.step.step_inputs import StepInputs
+from halfstep.user_code import find_functions
 
 COUNTS_NOTHING = "counts no element: its Counted(sum, count) has a count of 0"
 
@@ -73,23 +76,32 @@ class Trials:
         """Return whether reruns are limited, so that those which only confirm are left out."""
         return self.most is not None
 
-    def run(self, config: ReplayConfig, attempt: StepInputs | None = None, weights: OtherWeights = ()) -> TrialOutcome:
+    def run(
+        self,
+        config: ReplayConfig,
+        attempt: StepInputs | None = None,
+        weights: OtherWeights = (),
+        change: AbstractContextManager[None] | None = None,
+    ) -> TrialOutcome:
         """Rerun the step with this configuration on all ranks, and return the common outcome.
 
-        `weights` are those from before the last update, to rerun the step with.
+        `weights` are those from before the last update, to rerun the step with. `change` changes the user's functions
+        or the model's output during the rerun.
         """
         # All ranks count the same, so none of them waits in the exchange below for one that has stopped.
         if self.most is not None and self.made >= self.most:
             return _build_failed_outcome(f"a model of this size is rerun at most {self.most} times")
         self.made += 1
-        mine = self._run_trial(config, attempt or self.attempt, weights)
+        mine = self._run_trial(config, attempt or self.attempt, weights, change or nullcontext())
         return _combine_outcomes(
             [_parse_outcome(json.loads(text)) for text in distributed.gather_texts(json.dumps(asdict(mine)))]
         )
 
-    def _run_trial(self, config: ReplayConfig, attempt: StepInputs, weights: OtherWeights) -> TrialOutcome:
+    def _run_trial(
+        self, config: ReplayConfig, attempt: StepInputs, weights: OtherWeights, change: AbstractContextManager[None]
+    ) -> TrialOutcome:
         try:
-            with preserve_batch(attempt.microbatches if self.written else ()):
+            with preserve_batch(attempt.microbatches if self.written else ()), change:
                 ran = self._rerun_watched(config, attempt, weights)
         except Exception as error:
             # fp32 may need more memory than there is, and a loss function may not support a second call. The outcome is
@@ -127,11 +139,13 @@ def build_culprit(made: NonfiniteSource) -> Culprit:
     )
 
 
-def _classify_divisor(made: NonfiniteSource) -> Literal["", "number", "signed"]:
+def _classify_divisor(made: NonfiniteSource) -> Literal["", "number", "signed", "count"]:
     if len(made.operands) < 2:
         return ""
     second = made.operands[1]
-    return "number" if second.is_number else "signed" if second.has_negative else ""
+    if second.is_number or second.has_negative:
+        return "number" if second.is_number else "signed"
+    return "count" if second.format.startswith("int") else ""
 
 
 def _build_outcome(ran: RerunResult) -> TrialOutcome:
@@ -216,6 +230,7 @@ def try_precision_remedies(
     if precision.computes is FP16:
         tried += _try_bf16(trials)
     tried.append(ProposedRemedy("precision", "fp32", None if fp32.error else True))
+    tried += _try_loss_changes(trials, precision, culprit, scale)
     # Stable: the smallest change stays first among those that work.
     return tuple(sorted(tried, key=lambda remedy: not remedy.works))
 
@@ -240,6 +255,33 @@ def _try_islands(
         tried.append(ProposedRemedy("island", path, None if outcome.error else outcome.finite))
         if outcome.finite:
             break
+    return tried
+
+
+MODEL_OUTPUT = "model(x).float()"
+"""The change of a loss function that has no finite result from what a model returns in 16 bits."""
+
+
+def _try_loss_changes(
+    trials: Trials, precision: Precision, culprit: Culprit | None, scale: float | None
+) -> list[ProposedRemedy]:
+    """Try an island around the function of an origin that is in no module, then a model whose output is fp32."""
+    if culprit is None or culprit.outside is not None or culprit.module not in ("", OUTSIDE) or culprit.backward:
+        return []
+    tried: list[ProposedRemedy] = []
+    config = ReplayConfig(precision, scale=scale)
+    functions = find_functions(culprit.line or "")
+    # All ranks make the same reruns.
+    name = min(distributed.gather_texts(functions[0].__name__ if functions else ""))
+    if name:
+        outcome = trials.run(config, change=make_temporary_function_islands(trials.model, *functions))
+        if outcome.finite:
+            return [ProposedRemedy("island_function", name, True)]
+        # It may call the model, so that an island around it would be another precision.
+        tried += [] if outcome.error else [ProposedRemedy("island_function", name, False)]
+    if culprit.module == OUTSIDE and (tried or culprit.in_fp32 is None):
+        outcome = trials.run(config, change=widen_outputs(trials.model))
+        tried += [] if outcome.error else [ProposedRemedy("float_output", MODEL_OUTPUT, outcome.finite)]
     return tried
 
 
@@ -294,7 +336,7 @@ def _describe_overflow(made: NonfiniteSource) -> str:
     if made.in_fp32 is None or limit >= FP32.largest:
         return ""
     if made.in_fp32 > limit:
-        return f"makes {format_number(made.in_fp32)} in {made.format}, whose largest number is {format_number(limit)}"
+        return f"produces {format_number(made.in_fp32)}, beyond {made.format}'s maximum of {format_number(limit)}"
     return f"makes {_format_kinds(made)} in {made.format}, and fp32 makes {format_number(made.in_fp32)}"
 
 

@@ -38,6 +38,8 @@ class Wording(NamedTuple):
 
 _WORDINGS: dict[ProposedRemedyKind, Wording] = {
     "island": Wording('halfstep.island(model, "{}") before the Stepper is built', "keep the module {} in fp32", REPAIR),
+    "island_function": Wording("{0} = halfstep.island({0})", "keep the function {} in fp32", ""),
+    "float_output": Wording("compute the loss from {}", "compute the loss from {}", ""),
     "precision": Wording("precision={}", "compute in {}", "precision={}"),
     "eager": Wording("train without torch.compile", "run without compiled code", "train.compile=false"),
     "lower_rate": Wording("", LOWER_LR, "optimizer.lr={}"),

@@ -130,26 +130,6 @@ def _list_calls(place: str | None) -> list[_Call]:
     return found
 
 
-def _find_function(place: str) -> str | None:
-    """Return the innermost function around a line, unless it is a method or the loop itself, which calls backward."""
-    file, _, line = place.rpartition(":")
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return None
-    functions = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.lineno <= int(line) <= (node.end_lineno or 0)
-    ]
-    if not functions:
-        return None
-    innermost = max(functions, key=lambda node: node.lineno)
-    calls = (node.func for node in ast.walk(innermost) if isinstance(node, ast.Call))
-    is_method = bool(innermost.args.args) and innermost.args.args[0].arg == "self"
-    return None if is_method or any(getattr(call, "attr", "") == "backward" for call in calls) else innermost.name
-
-
 def _is_namespace(node: ast.expr) -> bool:
     """Return whether this is torch, a module of it, or what it is imported as."""
     while isinstance(node, ast.Attribute):
@@ -191,11 +171,16 @@ def _suggest_precision(verdict: Verdict, loop: Loop) -> tuple[str, ...]:
         if remedy.kind == "fix_code":
             return (f"# {remedy.target}",)
     culprit = verdict.culprit
-    if culprit is not None and culprit.outside is None and culprit.line and not culprit.backward:
-        function = _find_function(culprit.line)
-        if function is None:
-            return (f"with torch.autocast(device.type, enabled=False):   # around {culprit.line}, on x.float()",)
-        return (f"{function} = halfstep.island({function})   # after its def, which contains {culprit.line}: fp32",)
+    for remedy in verdict.remedies:
+        if remedy.works and remedy.kind == "island_function":
+            where = f", which contains {culprit.line}" if culprit is not None else ""
+            return (f"{remedy.target} = halfstep.island({remedy.target})   # after its def{where}: fp32",)
+        if remedy.works and remedy.kind == "float_output":
+            return (f"{remedy.target}   # in place of model(x), before the loss: fp32",)
+    is_tried = any(remedy.kind == "island_function" for remedy in verdict.remedies)
+    alone = culprit is not None and culprit.outside is None and not culprit.backward and culprit.in_fp32 is not None
+    if culprit is not None and culprit.line and alone and not is_tried:
+        return (f"with torch.autocast(device.type, enabled=False):   # around {culprit.line}, on x.float()",)
     for remedy in verdict.remedies:
         if remedy.works and remedy.kind == "precision":
             if remedy.target == "fp32" and loop in _FP32:
@@ -316,6 +301,8 @@ def _write_division(divisor: str, culprit: Culprit) -> str:
     """Return a division by a divisor that is not 0: a clamp would change negative numbers, and numbers have none."""
     if culprit.divisor == "number" or divisor.startswith("len(") or divisor.endswith(".numel()"):
         return "{x} / max({y}, 1e-6)"
+    if culprit.divisor == "count":
+        return "{x} / {y}.clamp(min=1)"
     return "{x} / {y}.where({y}.abs() > 1e-6, 1e-6)" if culprit.divisor == "signed" else "{x} / {y}.clamp(min=1e-6)"
 
 
