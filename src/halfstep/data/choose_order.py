@@ -15,7 +15,7 @@ from halfstep.numbers import format_bytes, format_counted_noun
 
 Window = int | Literal["auto", "all"] | None
 FEW_DOWNLOADS, MANY_DOWNLOADS = 1.05, 1.2
-"""How often all nodes together fetch a set in an epoch: the largest number that counts as once, and the one that gets a warning."""
+"""Downloads of a set by all nodes in an epoch: the most that counts as one, and the number that gets a warning."""
 CLASSES = 1000
 """Classes of the sorted set for which a mixing is given."""
 _CHUNKS, _SAMPLES = 64, 1024
