@@ -201,12 +201,6 @@ def replace_buffers_in_window(stepper: Stepper, weights: dict[str, Any]) -> None
                 weights[own] = buffer.clone()
 
 
-def order_norms_by_groups(stepper: Stepper) -> None:
-    """Compute norms in the order of the optimizer's groups, bit-identical to a loop that clips these."""
-    for slot in stepper.slots.values():
-        slot.order_by_groups()
-
-
 def unwrap_ddp(model: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel, or the model itself."""
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model

@@ -24,7 +24,6 @@ from halfstep.adapters.hosted_step import (
     HostedStep,
     HostedStepOptions,
     check_adapter_options,
-    order_norms_by_groups,
     replace_buffers_in_window,
     unwrap_ddp,
 )
@@ -130,7 +129,7 @@ class HalfstepPrecision(Precision):
                 **self._options,
             )
             # Lightning clips the parameters of the optimizer, group by group.
-            order_norms_by_groups(self.hosted.stepper)
+            self.hosted.stepper.order_norms_by_groups()
             self._choice = self.hosted.stepper.choice
         self.precision = _WORDS[self._choice.precision.computes.name]
         return model, optimizers, lr_schedulers

@@ -368,6 +368,11 @@ class StepperBase:
         """The optimizers by name, with the norms and factors of their last step."""
         return self._slots
 
+    def order_norms_by_groups(self) -> None:
+        """Sum norms in the order of the optimizers' groups: bit-identical to a loop that clips these parameters."""
+        for slot in self._slots.values():
+            slot.order_by_groups()
+
     @property
     def model_changed(self) -> bool:
         """Whether modules or parameters were added, removed or unfrozen since the last step; reads no tensor."""

@@ -119,8 +119,7 @@ def build_training_parts(
         gradient_sums=train.gradient_sums,
         rounding_seed=seed,
     )
-    for slot in stepper.slots.values():
-        slot.order_by_groups()  # runs of earlier versions resume to the bit
+    stepper.order_norms_by_groups()  # runs of earlier versions resume to the bit
     notes += _describe_narrow_weights(stepper)
     return TrainingParts(model, optimizer, schedule, shape, stepper, notes)
 
