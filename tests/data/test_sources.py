@@ -22,7 +22,8 @@ from halfstep.data.dataset import (
     split_source,
 )
 from halfstep.data.fingerprint import fingerprint
-from halfstep.data.shards import Shards, find_shards
+from halfstep.data.indexed import find_shards
+from halfstep.data.shards import Shards
 
 
 class Lines(Source):

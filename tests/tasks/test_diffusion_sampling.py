@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.data.dataset import BadSample
+from halfstep.data.dataset import BadSample, Source
 from halfstep.errors import BadData
 from halfstep.precision.precision import resolve_precision_name
 from halfstep.tasks.models.latent.model import Condition, ConditionSpec, LatentDiffusion
@@ -207,7 +207,7 @@ def test_embeddings_of_the_first_validation_samples_are_taken(tmp_path: Path) ->
     assert len(task.sample(model_of(task).eval(), 2, lambda done, of: None)) == 2
 
 
-class Damaged:
+class Damaged(Source):
     """Every sample but those given cannot be read."""
 
     def __init__(self, good: list[int]) -> None:

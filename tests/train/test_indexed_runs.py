@@ -15,7 +15,7 @@ import halfstep
 from faults.bad_images import BOMBS, DAMAGED
 from halfstep.checkpoint.paths import CHECKPOINTS, list_generations
 from halfstep.data import choose_order, order
-from halfstep.data.dataset import BadSample
+from halfstep.data.dataset import BadSample, complete_source
 from halfstep.data.shards import Shards
 from halfstep.journal.jsonl import read_events
 from halfstep.train.environment import AutoChoices
@@ -144,7 +144,7 @@ def test_a_checkpoint_from_before_goes_on_with_randperm(
 @pytest.mark.wording
 def test_a_window_needs_an_index(tmp_path: Path) -> None:
     with pytest.raises(halfstep.HalfstepError, match=r"data\.window=5 for data without an index"):
-        choose_order.choose_order([0] * 9, 5, 4)  # type: ignore[arg-type]
+        choose_order.choose_order(complete_source([0] * 9), 5, 4)
 
 
 # -- bad samples ------------------------------------------------------------------------------------------------------

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from halfstep.data.dataset import Source
+from halfstep.data.indexed import find_shards
 from halfstep.data.order import FEW, RANDPERM, WELL_MIXED, SavedOrder, WindowOrder, choose_usual_lanes
-from halfstep.data.shards import Shards, find_shards
 from halfstep.errors import BadRecipe
 from halfstep.numbers import format_bytes, format_counted_noun
+
+if TYPE_CHECKING:
+    from halfstep.data.shards import Shards
 
 Window = int | Literal["auto", "all"] | None
 FEW_DOWNLOADS, MANY_DOWNLOADS = 1.05, 1.2

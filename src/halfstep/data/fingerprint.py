@@ -14,17 +14,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 
 from halfstep.data.dataset import Source, complete_source
 from halfstep.data.file_state import compute_block_digest, list_block_offsets
-from halfstep.data.shard_check import describe_sample_changes
-from halfstep.data.shard_index import ShardIndex, find_index_by_seal
-from halfstep.data.shards import find_shards
+from halfstep.data.indexed import find_shards
 from halfstep.errors import StateMismatch
 from halfstep.numbers import format_counted_noun
+
+if TYPE_CHECKING:
+    from halfstep.data.shard_index import ShardIndex
 
 MOST_WHOLE_BYTES = 2**30
 """Bytes above which the contents of a source are sampled: every name and size, and parts of some files."""
@@ -312,6 +313,9 @@ def _describe_changed_samples(saved: SourcePrint, source: Source) -> list[str]:
     """Return which samples changed, where the index that the run began with is still there."""
     if (shards := find_shards(source)) is None:
         return []
+    from halfstep.data.shard_check import describe_sample_changes  # here, because folders need no shards
+    from halfstep.data.shard_index import find_index_by_seal
+
     before = find_index_by_seal(saved.digest, sorted(shards.root.glob("*.index")))
     return [] if before is None else describe_sample_changes(before, shards)
 

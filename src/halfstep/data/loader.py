@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -25,7 +25,6 @@ from halfstep.data.dataset import (
     is_finite,
     seed_generators_temporarily,
 )
-from halfstep.data.shard_check import ShardSpotCheck
 from halfstep.data.worker_processes import (
     POLL,
     SampleTimeout,
@@ -37,6 +36,9 @@ from halfstep.data.worker_processes import (
 from halfstep.errors import ENDED_FROM_OUTSIDE, BadData, HalfstepError, WorkerLost
 from halfstep.out_of_memory import convert_worker_error
 from halfstep.step.to_device import move_to_device
+
+if TYPE_CHECKING:
+    from halfstep.data.shard_check import ShardSpotCheck
 
 # -- loader -----------------------------------------------------------------------------------------------------------
 

@@ -400,11 +400,6 @@ class IndexSubset(Subset):
         return self.numbers.digest
 
 
-def find_shards(source: Source) -> Shards | None:
-    """Return the indexed samples that a source reads; None for a source without an index."""
-    return base if source.chosen is not None and isinstance(base := source.base, Shards) else None
-
-
 def _list_parts(row: SampleRow, wanted: tuple[bool, bool, bool]) -> list[Part]:
     image, label, mask = wanted
     # The label is in the index, too; that of the shard counts, also where the index was edited.

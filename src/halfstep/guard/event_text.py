@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from halfstep.guard.repair.paste import Loop, suggest_code
 from halfstep.guard.verdict import GuardEvent, Verdict
 from halfstep.user_code import warn_user
+
+if TYPE_CHECKING:
+    from halfstep.guard.repair.paste import Loop
 
 VERDICT_FIELDS = ("cause", "sentence", "culprit", "evidence", "remedies")
 
@@ -32,6 +34,8 @@ def describe_event(event: GuardEvent, loop: Loop = "stepper") -> str:
     """Return the text for a person; empty for a cause that is only counted this time."""
     if event.kind != "verdict" or "attempt" not in event.facts:
         return event.text
+    from halfstep.guard.repair.paste import suggest_code  # here, because most runs fail at no step
+
     verdict = _read_verdict(event.facts)
     times, attempt = int(event.facts.get("times", 1)), event.facts["attempt"]  # type: ignore[call-overload]
     if times > 1:

@@ -10,9 +10,10 @@ from halfstep.checkpoint.paths import CheckpointDir
 from halfstep.checkpoint.reading import read_rank_state
 from halfstep.data.dataset import complete_source
 from halfstep.data.fingerprint import Fingerprint, different, fingerprint
+from halfstep.data.indexed import find_shards
 from halfstep.data.shard_check import describe_shard_change
 from halfstep.data.shard_index import MOST_THREADS
-from halfstep.data.shards import Shards, find_shards
+from halfstep.data.shards import Shards
 from halfstep.runs.finished import load_saved_task
 from halfstep.status_line import OnProgress
 from halfstep.train.state import State

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from halfstep.data.choose_order import OrderFacts, choose_order, measure_nodes, measure_order
+from halfstep.data.indexed import find_shards
 from halfstep.data.layout import check_store_data, is_store_address, resolve_data_path
 from halfstep.data.shard_index import find_index
-from halfstep.data.shards import build_shard_set, find_shards, resolve_training_folder
+from halfstep.data.shards import build_shard_set, resolve_training_folder
 from halfstep.errors import BadData
 from halfstep.recipe.sources import RawRecipe
 from halfstep.runs.registry import find_task_class

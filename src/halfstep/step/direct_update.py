@@ -6,7 +6,7 @@ grouped by the same function of torch. No other effect of `step()`, and nobody w
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -21,10 +21,10 @@ from halfstep.step.direct_backward import IS_TESTED_TORCH, TorchFunctions, is_ob
 
 _C: Any = torch._C
 # By name: torch.optim may bind the names of its modules to something else.
-_adam = importlib.import_module("torch.optim.adam")
-_optimizer: Any = importlib.import_module("torch.optim.optimizer")
-_schedule: Any = importlib.import_module("torch.optim.lr_scheduler")
-_profiler: Any = importlib.import_module("torch.autograd.profiler")
+_adam = sys.modules["torch.optim.adam"]
+_optimizer: Any = sys.modules["torch.optim.optimizer"]
+_schedule: Any = sys.modules["torch.optim.lr_scheduler"]
+_profiler: Any = sys.modules["torch.autograd.profiler"]
 
 _OPTIMIZER, _ADAM = _optimizer.__name__, _adam.__name__
 _HEALTH_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")

@@ -46,8 +46,7 @@ from halfstep.step.rollback import Rollback
 from halfstep.step.step_inputs import LossFunctionHoldings, StepInputs
 from halfstep.step.storage.stored_formats import find_stored_format_mistakes
 from halfstep.step.sync import SingleRankSynchronizer, Synchronizer
-from halfstep.step.synchronizers.replicated import AveragingSynchronizer, ReplicatedSynchronizer, UserDdpSynchronizer
-from halfstep.step.synchronizers.sharded import ShardedSynchronizer, reshard_gathered_parameters
+from halfstep.step.synchronizers import reshard_gathered_parameters
 from halfstep.step.window import CallOrder
 from halfstep.user_code import warn_user
 
@@ -644,7 +643,15 @@ def choose_synchronizer(
     """
     if ranks.size == 1:
         return SingleRankSynchronizer(model)
+    from halfstep.step.synchronizers.replicated import (  # here, because one rank needs none
+        AveragingSynchronizer,
+        ReplicatedSynchronizer,
+        UserDdpSynchronizer,
+    )
+
     if distributed.is_sharded(model.parameters()):
+        from halfstep.step.synchronizers.sharded import ShardedSynchronizer
+
         _check_sharding(model)
         return ShardedSynchronizer(model, ranks)
     if isinstance(model, DistributedDataParallel):

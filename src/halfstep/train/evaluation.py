@@ -16,7 +16,7 @@ from halfstep import distributed
 from halfstep.data.dataset import Batch, ReplacedSample
 from halfstep.precision.precision import Precision, widen
 from halfstep.step.loss import Counted
-from halfstep.step.synchronizers.sharded import reshard_gathered_parameters
+from halfstep.step.synchronizers import reshard_gathered_parameters
 from halfstep.train.metrics import Metrics
 from halfstep.train.task import BatchQuality, SampleDisplay, Task
 

@@ -20,13 +20,10 @@ from halfstep.data.dataset import (
     complete_source,
 )
 from halfstep.data.fingerprint import Fingerprint, fingerprint
+from halfstep.data.indexed import find_shards
 from halfstep.data.loader import TrainLoader, ValLoader, choose_workers
 from halfstep.data.order import RANDPERM, SavedOrder
 from halfstep.data.recorded_files import RecordedFiles
-from halfstep.data.shard_bytes import Announcer
-from halfstep.data.shard_check import ShardSpotCheck
-from halfstep.data.shard_scan import describe_unread_files
-from halfstep.data.shards import find_shards
 from halfstep.errors import BadData, RanksDisagree
 from halfstep.launch_variables import count_cores, count_cores_per_rank, read_launched_rank
 from halfstep.train.setup import AnyRecipe
@@ -83,6 +80,10 @@ def make_loaders(
 def _describe_unread_files(*sources: Source) -> list[str]:
     """Return a line for each folder with archives that a run does not read."""
     sets = [shards for source in sources if (shards := find_shards(source)) is not None]
+    if not sets:
+        return []
+    from halfstep.data.shard_scan import describe_unread_files
+
     return list(dict.fromkeys(describe_unread_files(shards.unread, shards.place) for shards in sets))
 
 
@@ -121,10 +122,15 @@ def _start_shard_checks(train: TrainLoader, source: Source, recipe: AnyRecipe, o
     if (shards := find_shards(source)) is None:
         return
     if shards.is_local:
+        # Here, because folders need no shards.
+        from halfstep.data.shard_check import ShardSpotCheck
+
         train.background = ShardSpotCheck(shards, recipe.train.seed or 0, distributed.rank(), distributed.count_ranks())
     train.announces_next_epoch = not shards.is_local
     # Of a store, more chunks than are open at once must not wait: they would be fetched after they were read.
     most = None if shards.is_local else order.window
+    from halfstep.data.shard_bytes import Announcer
+
     train.announce = Announcer(lambda chunks: shards.announce(chunks, source.index_in_base), most)
 
 

@@ -24,7 +24,7 @@ from halfstep.journal.events import Journal
 from halfstep.journal.jsonl import format_event_line
 from halfstep.precision.precision import Precision
 from halfstep.step.ema import Ema
-from halfstep.step.synchronizers.sharded import reshard_gathered_parameters
+from halfstep.step.synchronizers import reshard_gathered_parameters
 from halfstep.train.checkpointing import build_nonfinite_weights_error
 from halfstep.train.evaluation import (
     ChosenSample,

@@ -68,7 +68,7 @@ from halfstep.status_files import (
 from halfstep.status_line import Now, ignore_status
 
 TRIES = 5
-HOLDER_WAIT = 1.0
+HOLDER_WAIT = 0.5
 """The seconds that a holder has to write its text after it got the lock; on a loaded machine it may lose the CPU."""
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """Error numbers of a lock that another process holds."""

@@ -34,7 +34,6 @@ from halfstep.guard.verdict import (
 from halfstep.numbers import format_bytes
 from halfstep.observe.nonfinite_origin import BATCH, LITERAL, MINUS_INF, NAN, OTHERS
 from halfstep.precision.precision import Precision, resolve_precision_name
-from halfstep.step.bad_update import describe_update_fault
 from halfstep.step.experiment.rerun import HeldTensors, OnGradients, OtherWeights, ReplayConfig, collect_held_tensors
 from halfstep.step.report import BUFFER_NOT_FINITE, GRADIENT_OVERFLOW, LOSS_NOT_FINITE, parse_guard_name
 from halfstep.step.step_inputs import StepInputs
@@ -422,6 +421,8 @@ class _DiagnosisCase:
         """Return why the last update made a weight non-finite; empty if the optimizer's state does not show it."""
         tensor = bad_inputs.find_named_tensor(name, self.trials.model, self._held)
         known = tensor is not None and self._applied and name.startswith(bad_inputs.WEIGHT)
+        from halfstep.step.bad_update import describe_update_fault
+
         mine = describe_update_fault(tensor, self.optimizers) if known and tensor is not None else ""
         return next(filter(None, distributed.gather_texts(mine)), "")
 

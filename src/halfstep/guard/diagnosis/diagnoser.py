@@ -6,15 +6,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import WrongUse, format_error_line
-from halfstep.guard.diagnosis import diagnose as replay
-from halfstep.guard.diagnosis.bad_inputs import PriorSteps
-from halfstep.guard.diagnosis.diagnose import DiagnosisCost
 from halfstep.guard.streak import Streak
 from halfstep.guard.verdict import (
     PRECISION,
@@ -36,6 +33,10 @@ from halfstep.step.step_inputs import StepInputs
 from halfstep.step.stepper import Stepper
 from halfstep.step.sync import LossFunction
 from halfstep.user_code import warn_user
+
+if TYPE_CHECKING:
+    from halfstep.guard.diagnosis.bad_inputs import PriorSteps
+    from halfstep.guard.diagnosis.diagnose import DiagnosisCost
 
 _SEQUENCES, _ONLY_TENSORS = (tuple, list), {Tensor}
 _PLAIN = (Tensor, int, float, str, bytes, type(None))
@@ -172,6 +173,8 @@ class Diagnoser:
                 self._emit("alarm", "warning", text, {"attempt": report.attempt, "diagnoses": self._diagnoses})
 
     def _diagnose_step(self, report: StepReport, replayed: StepInputs, streak: Streak) -> Verdict:
+        from halfstep.guard.diagnosis.bad_inputs import PriorSteps
+
         took = None if self._begun is None else time.perf_counter() - self._begun
         return diagnose(
             self._stepper,
@@ -310,7 +313,11 @@ def diagnose(
         )
     known = {id(generator): (generator, state) for generator, state in (*attempt.own_generators, *generators)}
     replayed = attempt._replace(own_generators=tuple(known.values()), loss_fn=again or attempt.loss_fn)
-    return replay.diagnose_attempt(
+    # Here, because most runs never diagnose a step.
+    from halfstep.guard.diagnosis.bad_inputs import PriorSteps
+    from halfstep.guard.diagnosis.diagnose import diagnose_attempt
+
+    return diagnose_attempt(
         stepper.model,
         replayed,
         precision=stepper.precision,

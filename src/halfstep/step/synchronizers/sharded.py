@@ -336,11 +336,9 @@ def _list_output_leaves(output: Any) -> list[Tensor]:
     return [leaf for item in output for leaf in _list_output_leaves(item)] if isinstance(output, (list, tuple)) else []
 
 
-def reshard_gathered_parameters(model: nn.Module) -> None:
-    """Reshard parameters that a forward pass outside of a step left gathered."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    under_fsdp2 = module is not None and isinstance(model, module.FSDPModule)
-    if under_fsdp2 and not all(group.is_sharded for group in iterate_param_groups(model)):
+def reshard_parameters(model: nn.Module) -> None:
+    """Reshard the parameters of a model under FSDP2 that a forward pass outside of a step left gathered."""
+    if not all(group.is_sharded for group in iterate_param_groups(model)):
         _reset_fsdp_state(model)
 
 

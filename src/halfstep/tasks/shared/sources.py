@@ -10,8 +10,8 @@ from halfstep.data.dataset import BadSample, Source, split_source
 from halfstep.data.embeddings import EmbeddingSource
 from halfstep.data.folders import ImageFolder, ImageMaskPairs, ImagePairs, UnlabeledImages, resolve_pair_folders
 from halfstep.data.image_files import find_files, list_folders, list_image_files, require_folder
+from halfstep.data.indexed import find_shards
 from halfstep.data.layout import HELD_OUT, check_store_data, is_store_address, resolve_data_path
-from halfstep.data.shards import Shards, find_shards
 from halfstep.data.synthetic.moving_sprites import MovingSprites, ShapeStamps, SpriteStamps, Stamps
 from halfstep.data.synthetic.radio_maps import RadioMaps
 from halfstep.data.synthetic.shapes import ShapeLabels, ShapeMasks, ShapePictures
@@ -21,6 +21,7 @@ from halfstep.train.task import Split
 
 if TYPE_CHECKING:
     from halfstep.data.movi import MoviShards
+    from halfstep.data.shards import Shards
 
 CLIPS = f"a folder of frames or of such folders; a video or a folder of them ({', '.join(SUFFIXES)})"
 """The inputs of `open_clips`, in words."""

@@ -51,6 +51,7 @@ def build_adapter_model(options: Any, config: Any, device: torch.device) -> Lang
         language = building.load_base(
             options.base, options.download, **_build_quantization_options(options.base_format, device)
         )
+        _leave_weights_unpacked(language)
     language.config.use_cache = False
     layers = (path for path, part in language.named_modules() if isinstance(part, (nn.Linear, Conv1D)))
     adapter, names = options.adapter, list(dict.fromkeys(path.rpartition(".")[2] for path in layers))
@@ -99,6 +100,17 @@ def _build_quantization_options(base_format: str, device: torch.device) -> dict[
     if base_format == "nf4":
         how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": BF16.dtype}
     return {"dtype": BF16.dtype, "quantization_config": BitsAndBytesConfig(**how), "device_map": {"": device}}
+
+
+def _leave_weights_unpacked(language: nn.Module) -> None:
+    """Compute 4-bit layers with the same code on each CPU.
+
+    On a CPU with AVX512-BF16, bitsandbytes packs their weights in place at the first evaluation, in another layout. It
+    fails for rows or columns that are no multiple of its blocks.
+    """
+    for module in language.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (not of this type)
 
 
 def _drop_cast_message(record: logging.LogRecord) -> bool:
