@@ -212,8 +212,13 @@ def test_a_heartbeat_that_finds_the_folder_taken_ends_a_run_that_does_not_save(
 # -- no folder --------------------------------------------------------------------------------------------------------
 
 
+def remove_at_once(folder: Path) -> None:
+    """Remove a folder in one moment: where a save in the background writes to it meanwhile, rmtree alone may fail."""
+    shutil.rmtree(folder.rename(folder.with_name("removed")), ignore_errors=True)
+
+
 GONE_WAYS: dict[str, Callable[[Path], object]] = {
-    "removed": shutil.rmtree,
+    "removed": remove_at_once,
     "moved": lambda folder: folder.rename(folder.with_name("moved")),
     "a file": lambda folder: (folder.rename(folder.with_name("moved")), folder.write_text("")),
     "no lock": lambda folder: (folder / LOCK).unlink(),
